@@ -109,6 +109,17 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "products with a factor": lambda s, x: torch.addmm(s.w, x[:, 0], s.linear.weight, beta=3, alpha=-2),
     "a vector": lambda s, x: x @ s.w,
     "side by side": lambda s, x: torch.hstack((x, x.tanh())),
+    "constants in between": lambda s, x: torch.cat(
+        [torch.ones_like(x), x[:, :, :1], x.new_full((1, 3, 2), 2.0).expand(x.shape[0], -1, -1), x], -1
+    ),
+    "rotations": lambda s, x: torch.stack(
+        [(t := x[:, 0]).cos(), -t.sin(), torch.zeros_like(t), t.sin(), t.cos(), z := t.new_zeros(t.shape), z, z, z + 1],
+        1,
+    ).unflatten(1, (3, 3)),
+    "stacked with rows, the batch second": lambda s, x: torch.stack(
+        [torch.ones(3, x.shape[0], 6).chunk(2, 2)[1], x[:, :, :3].transpose(0, 1), torch.zeros(3, x.shape[0], 3)], 0
+    ).movedim(2, 0),
+    "expanded as the input": lambda s, x: torch.cat((s.w.expand_as(x), s.linear(x), x[:, :1].expand_as(x)), 2),
     "dropouts": lambda s, x: F.alpha_dropout(F.dropout1d(x, 0.5, s.training), 0.5, s.training),
     "subtracted from": lambda s, x: torch.rsub(x, s.w, alpha=2) + (1 - x).double().to(x.dtype),
     "signs": lambda s, x: torch.negative(torch.positive(x)),
@@ -195,6 +206,7 @@ def test_the_same_numbers_and_no_jacobian_above_the_constant(name: str) -> None:
         (lambda s, x: x.transpose(0, 1).amax(1), "mixes the batch with other dimensions"),
         (lambda s, x: x.repeat(2, 1, 1), "mixes the batch with other dimensions"),
         (lambda s, x: x.topk(2, 0)[0].sum(0), "mixes the batch with other dimensions"),
+        (lambda s, x: (-2.0) ** x, "expected a base > 0, got -2.0"),
         (lambda s, x: torch.where(x > 0, x, -x), "whole numbers, bits and truth values jump"),
     ],
 )
@@ -209,6 +221,7 @@ BOXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "an unbiased normalisation": lambda s, x: (x - x.mean(1, True)) * torch.rsqrt(x.var(1, keepdim=True) + 0.1),
     "a bilinear form": lambda s, x: F.bilinear(s.linear(x), x, s.m[None].repeat(6, 2, 1), s.w) + s.pairs(x, x),
     "products of pairs": lambda s, x: torch.baddbmm(x.mT @ x, x.mT, s.linear(x), beta=0.5, alpha=2),
+    "powers of numbers": lambda s, x: 2**x - torch.pow(s.w.abs() + 0.1, s.linear(x)) + torch.pow(0.5, x[:, :1]),
     "neighbours": lambda s, x: F.local_response_norm(x, 3, 0.5) - F.local_response_norm(s.linear(x), 2, k=2.0),
 }
 

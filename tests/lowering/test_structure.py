@@ -406,14 +406,40 @@ def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: 
         function(Net(forward).eval(), V)
 
 
-@pytest.mark.parametrize("made", ["torch.zeros(x.shape[0], 4)", "s.mid.expand(x.shape[0], -1)"])
-def test_sizes_as_one_tuple_are_recorded(made: str) -> None:
-    with pytest.raises(NoRuleError, match=r"give sizes as one tuple, as in torch.zeros\(\(x.shape\[0\], 4\)\)"):
-        export(Net(eval(f"lambda s, x: torch.cat((x, {made}), 1)")).eval(), V)
-    tupled = made.replace("(x.shape[0],", "((x.shape[0],") + ")"
-    network = Net(eval(f"lambda s, x: torch.cat((x, {tupled}), 1)")).eval()
+@pytest.mark.parametrize(
+    "made",
+    [
+        *("torch.zeros(x.shape[0], 4)", "torch.ones(x.size(0), 4, dtype=x.dtype)", "torch.zeros((x.shape[0], 4))"),
+        *("s.mid.expand(x.shape[0], -1)", "s.mid.repeat(x.shape[0], 1)", "s.mid.expand(x.shape[0], -1)[:, :2]"),
+        *("s.mid.expand(x.shape[0], -1).chunk(2, 1)[1]", "torch.zeros(x.shape[0], 4).sigmoid().split([1, 3], 1)[1]"),
+    ],
+)
+def test_rows_of_the_size_of_the_batch_are_recorded(made: str) -> None:
+    kept = torch.zeros, torch.ones, Tensor.expand, Tensor.repeat
+    network = Net(eval(f"lambda s, x: torch.cat((x[:, :3], {made}, s.a(x), {made}), 1)")).eval()
     x = torch.rand(5, 4)
     assert torch.equal(export(network, V)(x), network(x))
+    slope = float(torch.linalg.matrix_norm(torch.func.jacrev(lambda v: network(v[None])[0])(x[0]).detach(), 2))
+    for bound in (lipschitz(network, V), analyze(network, V, restarts=0).upper):
+        assert slope * (1 - 1e-6) <= float(torch.as_tensor(bound).detach()) <= 1.5 * slope
+    assert kept == (torch.zeros, torch.ones, Tensor.expand, Tensor.repeat)  # as they were before the trace
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torch.zeros(x.shape[0], 4)[:1]",  # one row, which broadcasting would hide
+        "torch.stack((torch.zeros(x.shape[0], 4), torch.zeros(x.shape[0], 4)), 0).chunk(2, 0)[0]",
+        "torch.ones(x.shape[0], 4).chunk(2, 0)[0]",
+        "torch.full((x.shape[0], 4), 1 / x.shape[0])",
+        "torch.ones(x.shape[0], 4)[:, : x.shape[0]]",
+        "torch.empty(x.shape[0], 4)",
+    ],
+)
+def test_rows_that_change_with_the_batch_are_refused(made: str) -> None:
+    for function in (export, analyzed):
+        with pytest.raises((NoRuleError, ShapeError)):
+            function(Net(eval(f"lambda s, x: s.a(x) * {made}")).eval(), V)
 
 
 def _unpacked(x: Tensor) -> Tensor:
@@ -648,8 +674,8 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "unbound batch": (V, lambda s, x: torch.stack(x.unbind(0)), "Tensor.unbind|any size"),
     "stacked with rows": (
         V,
-        lambda s, x: torch.stack([x, torch.ones_like(x)], 1),
-        "got a value that depends on the size",
+        lambda s, x: torch.stack([x, torch.full_like(x, x.shape[0])], 1),
+        "made from the size",
     ),
     "stacked in front": (V, lambda s, x: torch.stack([x, x]), "torch.stack.*row per sample"),
     "joined batches": (V, lambda s, x: torch.cat([x, x]), "torch.cat.*mixes samples"),

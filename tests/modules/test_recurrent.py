@@ -183,8 +183,52 @@ def test_a_trained_network_with_its_own_forward_pass() -> None:
 def test_gates_are_refused_by_their_names(kind: type[nn.Module], gates: str) -> None:
     with pytest.raises(NoRuleError, match=rf"{kind.__name__}: its {gates} gates multiply values"):
         lipschitz(kind(2, 3, batch_first=True))
-    with pytest.raises(NoRuleError, match="RNNCell: one step has no gain over a sequence"):
-        lipschitz(nn.RNNCell(2, 3))
+
+
+class Steps(nn.Module):
+    """A cell called step by step, whose state starts at zero, or at what ``start`` makes of the input."""
+
+    def __init__(self, cell: nn.RNNCellBase, start: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.cell, self.start, self.out = cell, start, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None if self.start is None else self.start(x)
+        if state is not None and isinstance(self.cell, nn.LSTMCell):
+            state = state, state
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.out(state[0] if isinstance(state, tuple) else state)
+
+
+STARTS = {"none": None, "zeros": lambda x: torch.zeros(x.shape[0], 3, dtype=x.dtype), "of the input": lambda x: x[:, 0]}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(nn.RNNCell(3, 3), nn.RNNCell(3, 3, nonlinearity="relu"), nn.RNNCell(3, 3, bias=False)),
+        *(nn.GRUCell(3, 3), nn.GRUCell(3, 3, bias=False), nn.LSTMCell(3, 3), nn.LSTMCell(3, 3, bias=False)),
+    ],
+)
+def test_cells_called_step_by_step(cell: nn.RNNCellBase, start: str) -> None:
+    model = Steps(copy.deepcopy(cell), STARTS[start]).double().eval()
+    gated, x = not isinstance(cell, nn.RNNCell), torch.rand(7, 2, 3, dtype=torch.float64) * 2 - 1
+    if gated:
+        with pytest.raises(NoRuleError, match="box"):
+            export(model, (2, 3))
+    plain = export(model, (2, 3), box=(-1, 1) if gated else None)
+    torch.testing.assert_close(plain(x), model(x), rtol=1e-12, atol=1e-12)
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda v: plain(v[None])[0]))(x).flatten(1, 1).flatten(2)
+    slope = float(torch.linalg.matrix_norm(jacobians.detach(), 2).max())
+    assert slope <= float(lipschitz(plain)) <= (100 if gated else 3) * slope
+
+
+def test_one_step_of_a_cell() -> None:
+    cell = nn.RNNCell(2, 3).double()
+    want = float(torch.linalg.matrix_norm(cell.weight_ih.detach(), 2))  # from the state 0, which does not move
+    assert want <= float(lipschitz(cell, (2,)).detach()) <= want * (1 + 1e-6)
 
 
 CASES = {

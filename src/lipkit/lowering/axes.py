@@ -12,6 +12,7 @@ import operator
 import string
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -176,7 +177,8 @@ def stacked(call: Build) -> Build:
     at = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % out.rank
     before = out.axis - (at < out.axis), out.inner, out.rank - 1
     call.require(all(v.place == before for v in tensors if isinstance(v, Operand)))
-    return call.to(call.target, tensors, out.moved(at))
+    one = replace(call, results=(next(v for v in tensors if isinstance(v, Operand)),))  # without the new dimension
+    return call.to(call.target, [_beside(one, v) for v in tensors], out.moved(at))
 
 
 def batch_first(call: Build) -> Build:

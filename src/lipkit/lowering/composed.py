@@ -108,6 +108,25 @@ def _local_response(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.
     return input * torch.exp(-beta * torch.log(k + alpha / size * total))
 
 
+def _cell(activation: Callable[[Any], Any], input: Any, hx: Any, w_ih: Any, w_hh: Any, *biases: Any) -> Any:
+    """One step of a recurrent network: the activation of two affine maps, of the input and of the state."""
+    first, second = biases or (None, None)
+    return activation(F.linear(input, w_ih, first) + F.linear(hx, w_hh, second))
+
+
+def _gru(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    ours, before = F.linear(input, w_ih, b_ih), F.linear(hx, w_hh, b_hh)
+    reset, update, new = zip(ours.chunk(3, 1), before.chunk(3, 1), strict=True)
+    kept = torch.sigmoid(torch.add(*update))
+    return (1 - kept) * torch.tanh(new[0] + torch.sigmoid(torch.add(*reset)) * new[1]) + kept * hx
+
+
+def _lstm(input: Any, hx: Any, *weights: Any) -> Any:
+    write, keep, new, read = _cell(lambda sums: sums, input, hx[0], *weights).chunk(4, 1)
+    state = torch.sigmoid(keep) * hx[1] + torch.sigmoid(write) * torch.tanh(new)
+    return torch.sigmoid(read) * torch.tanh(state), state
+
+
 _WRITTEN: dict[str, Callable[..., Any]] = {
     "log1p": lambda input: torch.log(1 + input),
     "log2": lambda input: torch.log(input) / math.log(2),
@@ -122,6 +141,7 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "cosine_similarity": _cosine,
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.norm(x1 - x2 + eps, p, -1, keepdim),
     "cdist": lambda x1, x2, p=2.0, **options: torch.norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1),
+    "expand_as": lambda input, other: input.expand(other.shape),
     "addmm": _addmm,
     "baddbmm": lambda input, batch1, batch2, **named: _addmm(input, batch1, batch2, **named),
     "tensordot": _tensordot,
@@ -131,14 +151,18 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "fliplr": lambda input: input.flip(1),
     "fold": _fold,
     "local_response_norm": _local_response,
+    "rnn_tanh_cell": partial(_cell, torch.tanh),
+    "rnn_relu_cell": partial(_cell, torch.relu),
+    "gru_cell": _gru,
+    "lstm_cell": _lstm,
     "scaled_dot_product_attention": _attention,
 }
 
 
 def _targets(name: str) -> list[Any]:
     """The function of this name, and the method of tensors, also by its name."""
-    function = getattr(F, name, None) or getattr(torch, name)
-    return [function, name, getattr(Tensor, name)] if hasattr(Tensor, name) else [function]
+    functions = [getattr(home, name) for home in (F, torch) if hasattr(home, name)][:1]
+    return [*functions, name, getattr(Tensor, name)] if hasattr(Tensor, name) else functions
 
 
 COMPOSED = {target: made for name, made in _WRITTEN.items() for target in _targets(name)}

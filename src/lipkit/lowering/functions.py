@@ -167,7 +167,11 @@ def _contraction(call: Build, parts: Sequence[str], sizes: dict[str, int], *valu
 
 
 @plain(operator.pow, torch.pow, torch.square, "pow", "square", place=viewed)
-def _power(call: Build, x: Operand, exponent: Any = 2) -> int:
+def _power(call: Build, x: Any, exponent: Any = 2) -> int:
+    if isinstance(exponent, Operand):  # b^x = exp(x log b)
+        rate = call.number(x, "base", torch.log)
+        call.require(all_finite(rate), f"expected a base > 0, got {x}")
+        return _elementary(["exp"], call, call.result(call.elementwise(exponent, scale=rate)))
     value, n = call.same_format(x).number, call.constant(exponent, "exponent")
     n = float(n) if isinstance(n, int | float) or (isinstance(n, Tensor) and not n.ndim) else n
     known = isinstance(n, float) and n in (-2, -1, -0.5, 0.5, 2, 3, 4)
@@ -343,36 +347,46 @@ def _cat(call: Build, tensors: Any, dim: int = 0) -> int:
     (at,) = call.dims(moving[0], dim)
     if call.bounding or len(moving) == len(tensors):
         return _beside(call, at, moving[0], [x.number for x in moving])
-    # Constants before and after moving values: zeros around these, and a shift.
+    # Constants are zeros before or behind a moving value, and a shift.
     call.constant([t for t in tensors if not isinstance(t, Operand)], "tensor")
-    here = [isinstance(t, Operand) for t in tensors]
-    first, stop, sizes = here.index(True), len(here) - here[::-1].index(True), [t.shape[at - 1] for t in tensors]
-    expected = "expected constants before or after what depends on the input, got some in between"
-    call.require(all(here[first:stop]), expected)
-    joined = call.add(Concatenate(at), *moving) if len(moving) > 1 else moving[0].number
-    padding = (*(0, 0) * (len(call.shape) - at), sum(sizes[:first]), sum(sizes[stop:]))  # torch: the last axis first
+    last, padded, before = max(i for i, t in enumerate(tensors) if isinstance(t, Operand)), list[int](), 0
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Operand):
+            before += t.shape[at - 1]
+            continue
+        behind = sum(u.shape[at - 1] for u in tensors[i + 1 :]) if i == last else 0
+        around = (*(0, 0) * (len(call.shape) - at), before, behind)  # torch: the last axis first
+        padded.append(call.add(Pad(*around), t) if any(around) else t.number)
+        before = 0
+    joined = call.add(Concatenate(at), *padded) if len(padded) > 1 else padded[0]
     numbers = [call.like.expand(t.shape) if isinstance(t, Operand) else call.number(t, "tensor") for t in tensors]
-    return call.elementwise(call.result(call.add(Pad(*padding), joined)), shift=torch.cat(numbers, at - 1))
+    return call.elementwise(call.result(joined), shift=torch.cat(numbers, at - 1))
 
 
 plain(torch.hstack)(lambda call, tensors: _cat(call, tensors, 1))
 
 
 @plain(torch.stack, place=stacked)
-def _stack(call: Build, tensors: Any, dim: int = 0) -> int:
-    given = call.moving(*tensors)
-    at = dim % (given[0].ndim + 1)
+def _stack(call: Build, tensors: Any, dim: int = 0) -> Value:
+    one = next(x for x in tensors if isinstance(x, Operand))
+    at, shape = dim % (one.ndim + 1), one.shape
     call.require(at > 0, f"expected a new dimension after the batch, got {dim}")
-    if len(given) == 2 and given[0].shape and all(_compared(call, x.number) for x in given):
+    if len(tensors) == 2 and shape and all(isinstance(x, Operand) and _compared(call, x.number) for x in tensors):
         # Concatenated in the last dimension, which is then split in two: the new dimension is moved to its place.
-        shape, last = given[0].shape, len(given[0].shape)
-        both = _beside(call, last, given[0], [x.number for x in given])
+        last = len(shape)
+        both = _beside(call, last, one, [x.number for x in tensors])
         both = call.reshaped(both, (*shape[:-1], 2 * shape[-1]), (*shape[:-1], 2, shape[-1]))
         order = [*range(1, last), last + 1]
         order.insert(at - 1, last)
         return call.permuted(both, order)
-    values = [call.reshaped(x.number, x.shape, (*x.shape[: at - 1], 1, *x.shape[at - 1 :])) for x in given]
-    return call.add(Concatenate(at), *values)
+
+    def with_dimension(x: Any) -> Any:
+        if isinstance(x, Operand):
+            longer = (*x.shape[: at - 1], 1, *x.shape[at - 1 :])
+            return replace(x, shape=longer, number=call.reshaped(x.number, x.shape, longer))
+        return x.unsqueeze(at - 1) if isinstance(x, Tensor) else x
+
+    return _cat(call, [with_dimension(x) for x in tensors], at)
 
 
 def _larger(call: Build, sign: int, x: Any, y: Any) -> int:

@@ -43,9 +43,7 @@ def _squeeze(call: Build, x: Operand, *dims: Any, **options: Any) -> Value:
     return _moved(call, x)
 
 
-plain("expand", "expand_as", torch.broadcast_to, place=joined)(
-    lambda call, x, *sizes: call.broadcast(call.same_format(x)).number
-)
+plain("expand", torch.broadcast_to, place=joined)(lambda call, x, *sizes: call.broadcast(call.same_format(x)).number)
 
 
 @plain("repeat", "tile", torch.tile)

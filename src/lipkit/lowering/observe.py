@@ -246,6 +246,9 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
         if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
             return tuple(_merged(how, x, y) for x, y in zip(a, b, strict=True))
         return a if isinstance(a, str) else "pieces of the batch"
+    if how == ROWS and isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        rows = tuple(_merged(how, x, y) for x, y in zip(a, b, strict=True))
+        return VARIES if any(one is VARIES for one in rows) else rows
     if how == ROWS and isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype:
         axis, inner = batch_axis(a.shape, b.shape) or (0, 0)
         if inner == 1 and all(equal(t, a.narrow(axis, 0, 1).expand_as(t)) for t in (a, b)):

@@ -14,7 +14,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partialmethod, reduce
 from itertools import takewhile
 from types import CodeType, FrameType
@@ -55,6 +55,7 @@ _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
             "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
             "flatten", "unflatten", operator.matmul, torch.matmul, F.linear,
+            operator.getitem, torch.stack, torch.chunk, "chunk", torch.split, "split", torch.unbind, "unbind",
             nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm,
             *(one for row in ACTIVATIONS.values() if row.functions for one in (row.kind, *row.functions)))  # fmt: skip
 
@@ -261,7 +262,7 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}{line}") from error
     try:
-        with torch.no_grad(), Path(root) as symbolic:
+        with torch.no_grad(), _sizes_recorded(), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)
             graph = tracer.trace(root)
         if tracer.refusal is not None:  # caught by the forward pass
@@ -275,13 +276,38 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             f"{name}, in which {first_line(error)}{symbolic.line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
-        # Torch's words for sizes that are symbols, since 2.13 and before.
-        apart = any(words in str(error) for words in ("positional argument", "got (_Proxy"))
-        hint = "; give sizes as one tuple, as in torch.zeros((x.shape[0], 4))" * apart
         raise NoRuleError(
             "analyze: expected a forward pass that torch.fx can record, with symbols for values and the size of the "
-            f"batch, got {name}, which raises {type(error).__name__}{symbolic.line(error)}: {first_line(error)}{hint}"
+            f"batch, got {name}, which raises {type(error).__name__}{symbolic.line(error)}: {first_line(error)}"
         ) from error
+
+
+@contextmanager
+def _sizes_recorded() -> Iterator[None]:
+    """Record functions, and methods of stored tensors, whose sizes are symbols: torch refuses torch.zeros(n, 4)."""
+
+    def recorded(home: Any, name: str) -> Callable[..., Any]:
+        function = getattr(home, name)
+        kind, target = ("call_method", name) if home is Tensor else ("call_function", function)
+
+        def call(*args: Any, **options: Any) -> Any:
+            for n in flat(args):
+                if isinstance(n, fx.Proxy):
+                    return n.tracer.create_proxy(kind, target, args, options)
+            return function(*args, **options)
+
+        return call
+
+    makers = ("zeros", "ones", "empty", "rand", "randn")
+    places = [*((torch, name) for name in makers), (Tensor, "expand"), (Tensor, "repeat")]
+    kept = [vars(home).get(name) for home, name in places]  # None: of the base class
+    for home, name in places:
+        setattr(home, name, recorded(home, name))
+    try:
+        yield
+    finally:
+        for (home, name), own in zip(places, kept, strict=True):
+            delattr(home, name) if own is None else setattr(home, name, own)
 
 
 class _Proxy(fx.Proxy):

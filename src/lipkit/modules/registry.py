@@ -21,6 +21,7 @@ from lipkit.modules.plain import Plain, Shape, bounded, row_of, rules
 TRACED = (
     *(nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.RMSNorm, nn.GLU, nn.CosineSimilarity),
     *(nn.PairwiseDistance, nn.Softmin, nn.Softmax2d, nn.Threshold, nn.Bilinear, nn.Fold, nn.LocalResponseNorm),
+    *(nn.RNNCell, nn.GRUCell, nn.LSTMCell),
     *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
     *(nn.ConstantPad1d, nn.ConstantPad2d, nn.CircularPad1d, nn.CircularPad2d, nn.ZeroPad1d, nn.Unfold),
     *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad1d, nn.ReplicationPad2d),
@@ -34,13 +35,11 @@ def what_is_missing(module: nn.Module) -> str | None:
         return None
     if kind.endswith(".LogSoftmax"):
         return "it shifts all logits by one number, which changes no class and no radius: leave it to the loss"
-    if kind.endswith(".RNNCell"):
-        return "one step has no gain over a sequence: take an nn.RNN(batch_first=True), which runs over all of them"
     if kind.startswith("torch.nn.modules.rnn."):
         gates = "reset and update gates" if "GRU" in kind else "input, forget, cell and output gates"
         return (
             f"its {gates} multiply values that both depend on the input, so it has no gain over all inputs: train a "
-            "lipkit.layers.R2dn or Ren, whose gain is prescribed, or an nn.RNN"
+            "lipkit.layers.R2dn or Ren, whose gain is prescribed, or an nn.RNN; on a box, call its cell step by step"
         )
     if kind.endswith("Attention") or kind.startswith("torch.nn.modules.transformer."):
         return (
