@@ -147,6 +147,12 @@ KNOWN: dict[str, Known] = {
     "Softsign": _steepest(nn.Softsign, "1"),
     "Tanh": _steepest(nn.Tanh, "1"),
     "Tanhshrink": Known(nn.Tanhshrink, (3,), "1", 1.0),
+    "RNNCell": Known(
+        lambda: nn.RNNCell(3, 2),
+        (3,),
+        "one step: largest singular value of the weight of the input; called step by step, by its sums and products",
+        lambda m: float(torch.linalg.matrix_norm(m.weight_ih.detach(), 2)),
+    ),
     "Threshold": Known(
         lambda: nn.Threshold(0.5, 0.5), (3,), "1; none if the value is not the threshold: it jumps", 1.0
     ),
@@ -176,8 +182,8 @@ REFUSED: dict[str, str] = {
     "has no weights before its first input; then it is the layer without `Lazy`": "LazyBatchNorm1d LazyBatchNorm2d "
     "LazyBatchNorm3d LazyConv1d LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d "
     "LazyInstanceNorm1d LazyInstanceNorm2d LazyInstanceNorm3d LazyLinear",
-    "recurrent: its state goes through all steps, and gates multiply values": "GRU GRUCell LSTM LSTMCell RNNBase "
-    "RNNCell RNNCellBase",
+    "recurrent: its state goes through all steps, and gates multiply values": "GRU LSTM RNNBase RNNCellBase",
+    "gates multiply values: called step by step in a forward pass, it has a constant on a box": "GRUCell LSTMCell",
     "multiplies values that depend on the input: on a box `attention(x, x, x)[0]` has a constant": "MultiheadAttention",
     "multiplies values that depend on the input: write it with `nn.MultiheadAttention`, on a box": "Transformer "
     "TransformerDecoder TransformerDecoderLayer",
@@ -206,7 +212,7 @@ _ARGUMENTS: dict[tuple[Any, ...], str] = {
     (2,): "AdaptiveAvgPool3d AdaptiveMaxPool3d AvgPool3d MaxPool3d CrossMapLRN2d LazyLinear LocalResponseNorm "
     "MaxUnpool1d MaxUnpool2d MaxUnpool3d SyncBatchNorm",
     (2, 2): "FractionalMaxPool2d FractionalMaxPool3d GRU GRUCell LPPool1d LPPool2d LPPool3d LSTM LSTMCell LazyConv1d "
-    "LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d LinearCrossEntropyLoss RNNCell",
+    "LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d LinearCrossEntropyLoss",
     (3, 2): "Embedding EmbeddingBag",
     (4, 2): "MultiheadAttention",
     (1, 1, 2): "Conv3d ConvTranspose3d",

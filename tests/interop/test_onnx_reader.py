@@ -1098,3 +1098,54 @@ def test_norms(tmp_path, kind, keep):
     torch.testing.assert_close(network(x), wanted[:, None] if keep else wanted)
     constant = {"ReduceL1": 2**0.5, "ReduceL2": 1.0, "ReduceSumSquare": 2 * 2**0.5}[kind]
     assert constant <= float(lipschitz(network)) <= constant * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("reverse", [0, 1])
+@pytest.mark.parametrize("exclusive", [0, 1])
+def test_running_sums(tmp_path, reverse, exclusive):
+    row = ("CumSum", ["x", "axis"], "y", {"reverse": reverse, "exclusive": exclusive})
+    network = load_onnx(write(tmp_path / "net.onnx", made(row), {"axis": np.array(-1)}, ["b", 2, 5]))
+    matrix = np.tril(np.ones((5, 5)), -exclusive)  # of the sum over the entries before, and its own
+    matrix = matrix.T if reverse else matrix
+    x = np.random.default_rng(0).normal(size=(3, 2, 5))
+    np.testing.assert_allclose(network(torch.from_numpy(x).float()), x @ matrix.T, rtol=1e-5, atol=1e-5)
+    constant = np.linalg.norm(matrix, 2)
+    assert constant * (1 - 1e-6) <= float(lipschitz(network)) <= (3 if exclusive else 1 + 1e-5) * constant
+
+
+@pytest.mark.parametrize(("largest", "opset"), [(1, 9), (1, 11), (0, 11)])
+def test_largest_numbers(tmp_path, largest, opset):
+    """Before version 10 the number is an attribute, and only the largest are taken."""
+    attributes, stored = ({"k": 2}, {}) if opset < 10 else ({"largest": largest}, {"k": np.array([2])})
+    node = H.make_node("TopK", ["x", *stored], ["y", "places"], axis=1, **attributes)
+    network = load_onnx(write(tmp_path / "net.onnx", [node], stored, ["b", 4, 3], opset))
+    x = torch.randn(6, 4, 3)
+    wanted = np.sort(x.numpy(), 1)
+    np.testing.assert_array_equal(network(x), wanted[:, :-3:-1] if largest else wanted[:, :2])
+    assert 1 <= float(lipschitz(network)) <= 1 + 1e-6
+    node.attribute.append(H.make_attribute("sorted", 0))
+    if opset > 9:
+        with pytest.raises(NoRuleError, match="the order is open"):
+            load_onnx(write(tmp_path / "net.onnx", [node], stored, ["b", 4, 3], opset))
+
+
+def test_responses_of_neighbours(tmp_path):
+    row = ("LRN", ["x"], "y", {"size": 3, "alpha": 0.6, "beta": 0.5, "bias": 2.0})
+    path = write(tmp_path / "net.onnx", made(row), {}, ["b", 4, 2, 2])
+    network, x = load_onnx(path, box=(-1.0, 1.0)), np.random.default_rng(0).uniform(-1, 1, (3, 4, 2, 2))
+    squares = np.pad(x**2, ((0, 0), (1, 1), (0, 0), (0, 0)))
+    wanted = x / np.sqrt(2 + 0.2 * (squares[:, :-2] + squares[:, 1:-1] + squares[:, 2:]))
+    np.testing.assert_allclose(network(torch.from_numpy(x).float()), wanted, rtol=1e-5, atol=1e-6)
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda v: network(v[None])[0].flatten()))(torch.from_numpy(x).float())
+    slope = float(torch.linalg.matrix_norm(jacobians.detach().flatten(2), 2).max())
+    assert slope <= float(lipschitz(network)) <= 10 * slope
+    with pytest.raises(NoRuleError, match="an odd size"):
+        load_onnx(write(path, made(("LRN", ["x"], "y", {"size": 2})), {}, ["b", 4, 2, 2]), box=(-1.0, 1.0))
+
+
+def test_a_mean_of_values(tmp_path):
+    nodes = made(("Tanh", ["x"], "t", {}), ("Mean", ["x", "t", "c"], "y", {}))
+    network = load_onnx(write(tmp_path / "net.onnx", nodes, {"c": np.ones((1, 3), np.float32)}, ["b", 3]))
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(network(x), (x + x.tanh() + 1) / 3)
+    assert 2 / 3 <= float(lipschitz(network)) <= 2 / 3 * (1 + 1e-6)

@@ -316,6 +316,33 @@ def _split(c: Call) -> Any:
     return [parts[i] for i in range(count)]
 
 
+def _single(c: Call, name: str, index: int) -> int:
+    """A stored number, with or without a dimension."""
+    given = c.numbers(name, index)
+    return int(given[0] if isinstance(given, list) else given)
+
+
+def _running_sum(c: Call) -> Any:
+    axis, backwards, exclusive = c.axis(_single(c, "", 1)), c.get("reverse", 0), c.get("exclusive", 0)
+    x = c.moved.flip(axis) if backwards else c.moved
+    y = x.cumsum(axis) - x if exclusive else x.cumsum(axis)
+    return y.flip(axis) if backwards else y
+
+
+def _neighbours(c: Call) -> Any:
+    size, options = c.get("size", 1), {key: c.get(name, v) for key, (name, v) in _NEIGHBOURS.items()}
+    if size % 2 == 0:
+        raise c.refuse("an odd size, whose windows all runtimes centre alike", f"{size}")
+    return F.local_response_norm(c.x, size, **options)
+
+
+def _largest(c: Call) -> Any:
+    axis = c.axis(c.get("axis", -1))
+    if not c.get("sorted", 1):
+        raise c.refuse("sorted=1", "0, for which the order is open")
+    return c.moved.topk(_single(c, "k", 1), axis, bool(c.get("largest", 1)))[0]
+
+
 def _squeeze(c: Call) -> Any:
     axes = c.axes()
     if not axes and c.moving and not c.one:
@@ -403,6 +430,7 @@ def _constant(c: Call) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if "float" in name else torch.int64)
 
 
+_NEIGHBOURS: dict[str, tuple[str, float]] = {"alpha": ("alpha", 1e-4), "beta": ("beta", 0.75), "k": ("bias", 1.0)}
 # Functions of torch of the same name, in lower case; activations of the same name; reductions by names of methods.
 _FUNCTIONS = ("Abs", "Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", "Sin", "Sqrt")
 _ACTIVATIONS = ("Mish", "Sigmoid", "Softplus", "Softsign", "Tanh")
@@ -421,6 +449,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Concat": _concat,
     "Constant": _constant,
     "ConstantOfShape": _filled_shape,
+    "CumSum": _running_sum,
     "DepthToSpace": _depth_to_space,
     "Div": partial(_elementwise, _divided),
     "DequantizeLinear": _dequantized,
@@ -439,10 +468,12 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": activation(nn.Hardswish),
     "Identity": _SAME,
+    "LRN": _neighbours,
     "LeakyRelu": activation(nn.LeakyReLU, negative_slope=("alpha", 0.01)),
     "Less": partial(_elementwise, torch.lt),
     "LogSoftmax": lambda c: nn.LogSoftmax(c.axis(c.get("axis", -1))),  # refused by name, with advice
     "Max": partial(_elementwise, torch.maximum),
+    "Mean": lambda c: _elementwise(operator.add, c) / len(c.operands),
     "Min": partial(_elementwise, torch.minimum),
     "Mul": partial(_elementwise, operator.mul),
     "Neg": _each(operator.neg),
@@ -466,6 +497,7 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Sum": partial(_elementwise, operator.add),
     "Swish": partial(_only, lambda c: c.get("alpha", 1.0) == 1, activation(nn.SiLU)),
     "Tile": _tiled,
+    "TopK": _largest,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
     "Upsample": _resized,
@@ -479,7 +511,7 @@ _COPIES = (
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
 # These need the batch as the first dimension.
-_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "Resize", "Tile", "Upsample", "Where"}
+_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "LRN", "Resize", "Tile", "Upsample", "Where"}
 _BATCHED -= {"MatMul"}
 OPERATORS = {
     name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()

@@ -32,6 +32,8 @@ from lipkit.modules.network import checked_shape
 
 # The default domain of ONNX has two names.
 _DOMAIN = ("", "ai.onnx")
+# Operators with results that a network may leave unread: masks, moments and indices.
+_MORE = ("Dropout", "LayerNormalization", "MaxPool", "TopK")
 
 
 def _step(call: Call, numbers: dict[str, Tensor], network: ReadNetwork, values: dict[str, Any]) -> Any:
@@ -218,8 +220,8 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
             for a in node.attribute:
                 tensor = a.type == onnx.AttributeProto.TENSOR
                 attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
-        # Masks, indices and moments that nobody reads; further results of a BatchNormalization mean that it trains.
-        more = [n for n in node.output[1:] if n in read or kind not in ("Dropout", "LayerNormalization", "MaxPool")]
+        # Further results of a BatchNormalization mean that it trains.
+        more = [n for n in node.output[1:] if n in read or kind not in _MORE]
         nodes.append(Node(kind, list(node.input), [*node.output[:1], *more], name, attributes, row))
     made = set(given)
     for one in file.graph.node:
