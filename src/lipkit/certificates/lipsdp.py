@@ -24,6 +24,7 @@ from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network, guard
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
+from lipkit.modules.linear_graph import linear_graph
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import next_down
@@ -58,7 +59,12 @@ class GainProof(Shown):
 
 
 def _chained(graph: Graph, shape: Shape) -> Graph:
-    """The graph with each chain of dense modules and activations merged into a `Network`, to carry multipliers."""
+    """The graph with each chain of dense modules and activations merged into a `Network`, to carry multipliers.
+
+    A graph that is linear as a whole stays as it is: it counts as one layer of the chain around it.
+    """
+    if linear_graph(graph, shape) is not None:
+        return graph
     shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
     nodes, sources = list[nn.Module](), list[list[int]]()
     number = [0]  # in the new graph, of each value of the old one
@@ -165,7 +171,7 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
         _, diagonals, taken = minimise_gain(run.weights, run.errors)
         steps += taken
         values = dict(zip(run.places, diagonals, strict=True))
-        if not values and run.stop - run.start > 1:
+        if not values and (run.stop - run.start > 1 or type(part[run.start]) is Graph):
             values = {run.stop - 1: torch.ones(1)}  # marks a run without activations, see `slope_runs`
         for i, value in values.items():
             part.carry(i, value)

@@ -18,6 +18,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
+from lipkit.modules.linear_graph import linear_graph
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
@@ -62,10 +63,10 @@ def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
-        linear = _linear_map(module, before, vectors)
+        linear, error = linear_graph(module, before) or (_linear_map(module, before, vectors), None)
         if linear is not None and (parts or part or linear.ndim == 2):
             start = start if parts or part else i
-            part = _composed(linear, part)
+            part = _composed(linear, part, error)
             if linear.ndim == 2:
                 weights, errors = zip(*parts, part, strict=True)
                 used = [multipliers[k] for k in places]
@@ -87,10 +88,14 @@ def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None
     return scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim)).expand(shape).flatten()
 
 
-def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error."""
+def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None, off: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error.
+
+    ``off`` bounds the error of each entry of ``left``.
+    """
+    off = torch.zeros_like(left) if off is None else off
     if part is None:
-        return left, torch.zeros_like(left)
+        return left, off
     right, error = part
 
     def times(a: Tensor, b: Tensor) -> Tensor:
@@ -98,10 +103,11 @@ def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None) -> tuple[Tensor,
             return a.view(-1, *[1] * (b.ndim - 1)) * b
         return a * b if b.ndim == 1 else a @ b
 
-    # | fl(AB) - AB' | <= gamma_n |A| |B| + |A| |B - B'|; each of the terms can lose a number below the normal range.
-    n, size = left.shape[-1], left.abs()
-    bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()), 2 * n + 8)
-    return times(left, right), bound + 4 * n * 2.0**-1074
+    # | fl(AB) - A'B' | <= gamma_n |A| |B| + |A| |B - B'| + |A - A'| |B'|, and each term of a sum can lose a
+    # number below the normal range.
+    n, size, most = left.shape[-1], left.abs(), up(right.abs() + error, 1)
+    bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()) + times(off, most), 3 * n + 12)
+    return times(left, right), bound + 6 * n * 2.0**-1074
 
 
 def _network(module: Network, input_shape: Shape | None) -> Tensor:
