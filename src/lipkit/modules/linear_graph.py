@@ -1,7 +1,5 @@
 """The matrix of a `Graph` that is linear as a whole: heads of one value, sums, concatenations, moves."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
