@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -18,7 +19,7 @@ from lipkit.bounds.lmi import proves_gain
 from lipkit.certificates import gain_matrix, gains, local_gain, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Affine, Network, Reshape
+from lipkit.modules import Add, Affine, Blend, Concatenate, Graph, Network, Piece, Reshape, Roll
 
 
 def mlp(
@@ -316,3 +317,114 @@ def test_a_value_that_underflows_keeps_its_sign() -> None:
     (low, high), (least, _) = gains._slopes(nn.LeakyReLU(1e-300), ends[0], ends[1], 1.0)
     assert float(low) == float(high) == 1e-300
     assert float(least) < 0
+
+
+def branching(seed: int, make: type[nn.Module] = nn.Tanh) -> Network:
+    """Residual blocks, dense concatenations, blends and heads, drawn at random."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    nodes, sources, widths = list[nn.Module](), list[list[int]](), [draw.randint(2, 4)]
+
+    def put(module: nn.Module, *read: int) -> int:
+        nodes.append(module)
+        sources.append([*read])
+        widths.append(len(module(*(torch.zeros(1, widths[k]) for k in read))[0]))
+        return len(nodes)
+
+    value = 0
+    for _ in range(draw.randint(1, 3)):
+        width = widths[value]
+        inner = put(make(), put(nn.Linear(width, 5), value))
+        other = put(nn.Linear(5, width), inner)
+        kind = draw.choice(("residual", "dense", "blend", "nested", "parallel"))
+        if kind == "parallel":  # both layers are computed before their activations
+            first, second = put(nn.Linear(width, 3), other), put(nn.Linear(width, 3), value)
+            value = put(Add(1, -1), put(make(), first), put(make(), second))
+        elif kind == "residual":
+            value = put(Add(1, draw.choice((1, -1))), value, other)
+        elif kind == "dense":
+            value = put(Concatenate(1), put(Roll(1, 1), value), inner, put(Piece(1, 0, width, 2), other))
+        elif kind == "blend":
+            value = put(Blend(torch.tensor(0.3)), put(Affine(torch.randn(width), torch.randn(width)), value), other)
+        else:
+            head = Graph([make(), nn.Linear(width, width), Add(1, 1)], [[0], [1], [0, 2]])
+            value = put(Add(1, 1, 1), value, put(head, other), other)
+    put(nn.Linear(widths[value], 2), value)
+    inputs = widths[0]
+    return lipkit.export(Graph(nodes, sources).double().eval(), (inputs,))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_lmi_bounds_all_branches(seed: int) -> None:
+    network = branching(seed, (nn.Tanh, nn.ReLU, nn.GELU)[seed % 3])
+    inputs = network.input_shape[0]
+    for high in (0.1, 3.0):
+        found, entries = local_gain(network, (-high, high)), gain_matrix(network, (-high, high))
+        sampled = derivatives(network, inside(-high, high, 2000, inputs))
+        assert float(torch.linalg.matrix_norm(sampled, 2).amax()) <= found <= float(lipschitz(network))
+        assert bool((sampled.abs().amax(0) <= entries * (1 + 1e-12)).all())
+    everywhere = float(lipschitz(network, tight=True))
+    assert found <= everywhere * (1 + 1e-4)
+    assert everywhere <= min(float(lipschitz(tight(network))), 0.95 * float(lipschitz(network)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_the_pattern_is_fixed_branches_are_linear(seed: int) -> None:
+    network = branching(seed, nn.ReLU)
+    for x in inside(-1, 1, 3, network.input_shape[0]):
+        exact = derivatives(network, x[None])[0]
+        box = (x - 1e-9, x + 1e-9)
+        torch.testing.assert_close(gain_matrix(network, box), exact.abs(), rtol=1e-6, atol=1e-9)
+        norm = float(torch.linalg.matrix_norm(exact, 2))
+        assert norm * (1 - 1e-12) <= local_gain(network, box) <= norm * (1 + 1e-6) + 1e-200
+
+
+def test_a_loop_around_a_policy_contracts() -> None:
+    """x + dt (A x + B u(x)): the product of the parts is above 1, and one LMI proves less than 1."""
+    torch.manual_seed(0)
+    policy = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    first, last = policy[0], policy[2]
+    with torch.no_grad():
+        first.bias.zero_()
+        first.weight.mul_(0.1)
+        gains_of_state = torch.tensor([[-1.0, -4.0]], dtype=torch.float64)
+        last.weight.copy_(gains_of_state @ torch.linalg.pinv(first.weight))
+    a = torch.tensor([[0.9, 0.1], [0.0, 1.1]], dtype=torch.float64)
+    b = torch.tensor([[0.0], [0.1]], dtype=torch.float64)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = policy
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ a.T + self.policy(x) @ b.T
+
+    network = lipkit.export(Loop().eval(), (2,))
+    assert float(lipschitz(network)) > 1.5
+    slope = float(torch.linalg.matrix_norm(derivatives(network, inside(-0.5, 0.5, 2000, 2)), 2).amax())
+    assert slope <= local_gain(network, (-0.5, 0.5)) < 1
+
+
+def test_graphs_of_other_modules_count_by_their_constants() -> None:
+    torch.manual_seed(0)
+    norm = Graph([nn.LayerNorm(3, eps=0.1), Add(1, 1)], [[0], [0, 1]])
+    network = lipkit.export(nn.Sequential(nn.Linear(3, 3), norm, nn.Linear(3, 2)).double().eval(), (3,))
+    assert local_gain(network, (-1.0, 1.0)) == pytest.approx(float(lipschitz(network)), rel=1e-6)
+    with pytest.raises(NoRuleError, match="expected dense layers"):
+        gain_matrix(network)
+    wide = branching(1)
+    assert local_gain(wide, (-1.0, 1.0), units=3) <= float(lipschitz(wide))
+    with torch.no_grad():
+        next(m for m in wide.modules() if type(m) is nn.Linear).bias[0] = math.nan
+    assert local_gain(wide, (-1.0, 1.0)) == math.inf
+    assert float(lipschitz(wide, tight=True)) == math.inf
+
+
+def test_broken_proofs_of_branches_are_found() -> None:
+    (run,) = gains._parts(branching(3), (-0.5, 0.5), None)
+    gain, multipliers = run.least()
+    weights, errors = zip(*run.weights, strict=True)
+    assert proves_gain(weights, multipliers, gain, errors)
+    assert not proves_gain(weights, multipliers, gain * (1 - 1e-3), errors)
+    assert not proves_gain(weights, multipliers, gain, [1e-2 * w.abs() for w in weights])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,20 @@ from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
-from lipkit.modules import Network
+from lipkit.modules import Graph, Network
 from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _composed, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
+from lipkit.modules.graph import value_shapes
+from lipkit.modules.linear_graph import ACTIONS, acted
 from lipkit.modules.registry import LATER, Shape, output_shape
 from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, product, up
 
 Box = tuple[Any, Any]
 """Lowest and highest inputs: numbers, or tensors or arrays per entry or channel."""
+
+EVERYWHERE: Box = (-math.inf, math.inf)
 
 UNITS = 600
 """Most hidden units in one LMI by default, and in a network that `analyze` bounds by LMIs with ``tight=None``."""
@@ -68,7 +72,15 @@ def tight(network: Network, *, units: int = 2048) -> Network:
     return attach(network, solve(network, units=units).multipliers)
 
 
-LATER["tight"] = tight
+def _tight_gain(network: Network) -> Tensor:
+    """The gain of `tight`; with branches also that of one LMI for all of them, if it is smaller."""
+    gain = lipschitz(tight(network))
+    if any(type(module) is Graph for module in network):
+        gain = gain.clamp_max(local_gain(network, EVERYWHERE, units=2048))
+    return gain
+
+
+LATER["tight"] = _tight_gain
 
 
 def hidden_units(network: Network) -> int:
@@ -127,19 +139,20 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     """
     check_network(network, "bound")
     everywhere = float(lipschitz(network))
-    parts = _parts(network, (-math.inf, math.inf) if box is None else box, None)
+    parts = _parts(network, EVERYWHERE if box is None else box, None)
     if len(parts) != 1 or not parts[0].weights:
         kinds = ", ".join(sorted({type(m).__name__ for m in network})) or "no module"
         raise NoRuleError(f"expected dense layers with scalar activations between them, got {kinds}")
     (run,) = parts
-    assert run.jacobian is not None
+    assert run.last is not None
+    assert run.last.jacobian is not None
     if not math.isfinite(everywhere):
-        return torch.full_like(run.jacobian[0], math.inf)
+        return torch.full_like(run.last.jacobian[0], math.inf)
     gain, multipliers = run.least()
-    found = _moduli(run.jacobian).clamp_max(min(gain, everywhere))
+    found = _moduli(run.last.jacobian).clamp_max(min(gain, everywhere))
     for i, j in found.nonzero().tolist() if found.numel() <= _MOST_ENTRIES and multipliers else ():
         entry = run.entry(i, j)
-        if run.units <= _MOST_UNITS:
+        if sum(len(weight) for weight, _ in run.weights[:-1]) <= _MOST_UNITS:
             bound = entry.least(1e-3)[0]
         else:
             weights, errors = zip(*entry.weights, strict=True)
@@ -158,76 +171,147 @@ def _moduli(part: Part) -> Tensor:
     return known(up(part[0].abs() + part[1], 2))
 
 
+class _Value(NamedTuple):
+    """What is known of a value of a run on the box.
+
+    Attributes:
+        map: the matrix from (x, s) (see the module docstring), or the diagonal of one; None for the run's input.
+        jacobian: the interval matrix dy / dx, or its diagonal: middles and radii.
+        reach: centre and radius of the interval of each entry.
+        point: the value at the centre of the box of x.
+    """
+
+    map: Part | None
+    jacobian: Part | None
+    reach: Part
+    point: Part
+
+    @property
+    def dense(self) -> bool:
+        """True if `map` is a matrix."""
+        return self.map is not None and self.map[0].ndim == 2
+
+    def linear(self, weight: Tensor, shift: Tensor) -> _Value:
+        """Behind a linear layer: a matrix, or the diagonal of one."""
+        parts = _composed(weight, self.map), _composed(weight, self.jacobian)
+        return _Value(*parts, _moved(weight, shift, *self.reach), _moved(weight, shift, *self.point))
+
+    def full(self) -> _Value:
+        """The same value with matrices."""
+        one = torch.eye(len(self.reach[0]), dtype=torch.float64)
+        return (
+            self if self.dense else self._replace(map=_composed(one, self.map), jacobian=_composed(one, self.jacobian))
+        )
+
+
+def _widened(part: Part, width: int) -> Part:
+    """A matrix with columns of zeros for the s that came after it."""
+    more = part[0].new_zeros(len(part[0]), width - part[0].shape[1])
+    return torch.cat((part[0], more), 1), torch.cat((part[1], more), 1)
+
+
 @dataclasses.dataclass
 class _Run:
     """Consecutive modules: their constant, and, for an LMI, their weights in x and s (see the module docstring).
 
     Attributes:
-        inputs: number of columns of x.
         constant: the product of the modules' constants.
-        value: the matrix from (x, s) to the last value, or the diagonal of one; None before the first linear module.
-        jacobian: the interval matrix dy / dx of that value, or its diagonal.
-        own: the weight since the last activation, without a bound of its error.
+        inputs: number of columns of x. spread: radii of its box.
+        last: the last value; None if only the constant is known.
         weights: rows of the nonlinear units, layer by layer, then of y, in the columns x, s_0, s_1, ...; or none.
-        layers: the weight before each activation, its rows times the units' largest slopes; then the last weight, for
-            the solver's starting point.
-        sectors: ``m^2 - a b`` of the nonlinear units, layer by layer, for the starting point; slopes are in [a, b], and
-            m is the largest modulus.
     """
 
-    inputs: int
-    constant: float = 1.0
-    value: Part | None = None
-    jacobian: Part | None = None
-    own: Tensor | None = None
+    constant: float
+    inputs: int = 0
+    spread: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    last: _Value | None = None
     weights: list[Part] = dataclasses.field(default_factory=list)
-    layers: list[Tensor] = dataclasses.field(default_factory=list)
-    sectors: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def begin(cls, centre: Tensor, radius: Tensor) -> _Run:
+        """An empty run on a box."""
+        start = _Value(None, None, (centre, radius), (centre, torch.zeros_like(radius)))
+        return cls(1.0, len(centre), radius, start)
 
     @property
     def units(self) -> int:
-        return sum(map(len, self.sectors))
+        return sum(len(weight) for weight, _ in self.weights)
 
-    def linear(self, weight: Tensor) -> None:
-        """Append a linear layer: a matrix, or the diagonal of one."""
-        self.value, self.jacobian = _composed(weight, self.value), _composed(weight, self.jacobian)
-        self.own = _composed(weight, None if self.own is None else (self.own, torch.zeros_like(self.own)))[0]
+    def slopes(self, value: _Value, module: Any, constant: float) -> tuple[Part, ...]:
+        """Lowest and highest slope of a scalar activation behind a value, then its lowest and highest output."""
+        centre, radius = value.reach
+        low, high = next_down(centre - radius), next_up(centre + radius)
+        if value.jacobian is not None:  # the mean value theorem, from the centre of the box
+            moduli = _moduli(value.jacobian)
+            steepest = moduli if moduli.ndim == 2 else torch.diag(moduli)
+            width = value.point[1] + _composed(steepest, (self.spread[:, None], 0 * self.spread[:, None]))[0][:, 0]
+            width = up(width, 2 * len(self.spread) + 8) + 2.0**-1000
+            low = torch.fmax(low, next_down(value.point[0] - width))  # the tighter one; NaN gives way
+            high = torch.fmin(high, next_up(value.point[0] + width))
+        return _slopes(module, low, high, constant)
 
-    def activation(self, low: Tensor, high: Tensor) -> None:
-        """Append an activation whose slopes lie between ``low`` and ``high``, unit by unit."""
-        assert self.value is not None
-        assert self.jacobian is not None
-        assert self.own is not None
-        active = (high > low).nonzero()[:, 0]  # the others are linear on the box
-        width = next_up(high - low)[active]  # the upper slope that is proved is low + width
-        most = torch.maximum(low.abs(), high.abs())
-        self.layers.append(most[:, None] * (self.own if self.own.ndim == 2 else torch.diag(self.own)))
-        self.sectors.append((most.square() - low * high)[active])
+    def activated(self, value: _Value, module: Any, constant: float, found: tuple[Part, ...]) -> _Value:
+        """Behind a scalar activation with these `slopes`; its nonlinear units become rows of the LMI."""
+        assert value.map is not None
+        assert value.jacobian is not None
+        (low, high), ends = found
+        active, columns = (high > low).nonzero()[:, 0], self.inputs + self.units  # other units are linear on the box
+        weight, error = _widened(value.map, columns)
         if len(active):
-            self.weights.append((self.value[0][active], self.value[1][active]))
+            self.weights.append((weight[active], error[active]))
         fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
-        fresh[active, torch.arange(len(active))] = width  # h = low z + width s
-        value, error = _composed(low, self.value)  # the part that is linear
-        self.value = torch.cat((value, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)
-        middle = (low + high) / 2  # D as an interval: middle and radius
+        # h = low z + width s; the upper slope that is proved is low + width.
+        fresh[active, torch.arange(len(active))] = next_up(high - low)[active]
+        weight, error = _composed(low, (weight, error))  # the part that is linear
+        middle = (low + high) / 2  # slopes as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        old = _moduli(self.jacobian)  # moduli of the jacobian so far
-        value, error = _composed(middle, self.jacobian)
-        self.jacobian = value, up(error + radius * old, 3) + 2.0**-1070
-        self.own = torch.ones(len(low), dtype=torch.float64)
+        turned, off = _composed(middle, value.jacobian)
+        point = _slopes(
+            module, next_down(value.point[0] - value.point[1]), next_up(value.point[0] + value.point[1]), constant
+        )[1]
+        return _Value(
+            (torch.cat((weight, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)),
+            (turned, up(off + radius * _moduli(value.jacobian), 3) + 2.0**-1070),
+            _around(*ends), _around(*point),
+        )  # fmt: skip
 
-    def steepest(self) -> Tensor:
-        """Upper bounds of the moduli of dy / dx, entry by entry."""
-        assert self.jacobian is not None
-        moduli = _moduli(self.jacobian)
-        return moduli if moduli.ndim == 2 else torch.diag(moduli)
+    def through(self, module: Any, given: Sequence[_Value], shapes: Sequence[Shape]) -> _Value:
+        """Behind a module of a graph whose kind `_hidden` knows, which reads values of these shapes."""
+        kind, (value, *_), shape = type(module), given, shapes[0]
+        if kind is Network:
+            for child in module:
+                value, shape = self.through(child, [value], [shape]), output_shape(child, shape)
+            return value
+        if kind is Graph:
+            values, sizes = [value], value_shapes(module, shape)
+            for node, read in zip(module.nodes, module.sources, strict=True):
+                values.append(self.through(node, [values[k] for k in read], [sizes[k] for k in read]))
+            return values[-1]
+        if kind in ACTIVATIONS:
+            constant = float(lipschitz(module, shape))
+            return self.activated(value, module, constant, self.slopes(value, module, constant))
+        act, columns = ACTIONS[kind](module, shape), self.inputs + self.units
+        shift = module(*(torch.zeros(1, *size, dtype=torch.float64) for size in shapes)).flatten()
+
+        def made(parts: Sequence[Part]) -> Part:
+            """The action on matrices, column by column; on vectors, which are columns, with the shift."""
+            rows = [[t.mT.reshape(-1, *size) for t in part] for part, size in zip(parts, shapes, strict=True)]
+            found, error = acted(act, [(a, b) for a, b in rows])
+            return found.flatten(1).mT, known(error.flatten(1).mT)
+
+        def shifted(parts: Sequence[Part]) -> Part:
+            found, error = made([(a[:, None], b[:, None]) for a, b in parts])
+            moved = found[:, 0] + shift
+            return moved, up(error[:, 0] + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
+
+        maps = [_widened(v.map, columns) for v in given if v.map is not None]
+        jacobians = [v.jacobian for v in given if v.jacobian is not None]
+        return _Value(made(maps), made(jacobians), shifted([v.reach for v in given]), shifted([v.point for v in given]))
 
     def finished(self) -> _Run:
         """The run, its last value added as y; no more modules can be appended."""
-        if self.value is not None and self.value[0].ndim == 2 and self.own is not None:
-            self.weights.append(self.value)
-            # Without a dense layer after the last activation, the last weight is diagonal.
-            self.layers.append(self.own if self.own.ndim == 2 else torch.diag(self.own))
+        if self.last is not None and self.last.map is not None and self.last.dense:
+            self.weights.append(_widened(self.last.map, self.inputs + self.units))
         return self
 
     def entry(self, i: int, j: int) -> _Run:
@@ -235,40 +319,73 @@ class _Run:
         weights = [(torch.cat((m[:, [j]], m[:, self.inputs :]), 1) for m in part) for part in self.weights]
         parts: list[Part] = [tuple(part) for part in weights]  # type: ignore[misc]
         parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])  # y reads output i alone
-        layers = [self.layers[0][:, [j]], *self.layers[1:]]
-        layers[-1] = layers[-1][[i]]
-        return dataclasses.replace(self, constant=math.inf, inputs=1, weights=parts, layers=layers)
+        return dataclasses.replace(self, constant=math.inf, inputs=1, weights=parts)
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
         """The smaller of `constant` and the gain proved by the LMI, and the multipliers, [] without an LMI."""
-        if not self.weights or self.inputs + self.units + len(self.weights[-1][0]) > _MOST_ROWS:
+        if not self.weights or self.inputs + self.units > _MOST_ROWS:
             return self.constant, []
         weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
-        if not all(bool(m.isfinite().all()) for m in (*weights, *errors, *self.layers)):
+        if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):
             return self.constant, []
         if len(weights) == 1:  # no activation: the norm of one matrix
             return min(self.constant, gain_bound(weights, [], errors)), []
-        norms = [float(torch.linalg.matrix_norm(m, 2)) for m in self.layers]
-        scale = math.prod(norms)
-        # The gain is divided by the product of the norms, which must be a normal number.
-        if not (min(norms) > 1e-30 and max(norms) < 1e30 and 1e-100 < scale < 1e100):
+        gain, start = _feasible(weights, self.inputs)
+        # The last weight is divided by this gain, which must be a normal number.
+        if not (1e-100 < gain < 1e100 and 1e-200 < min(start) <= max(start) < 1e200):
             return self.constant, []
-        # The start: as |h| <= m |z|, terms mu_k (m^2 z^2 - h^2) prove the product of the norms. They are at least
-        # 2 (m^2 - a b) mu_k s (z - s), as h = a z + (b - a) s, so the multipliers (m^2 - a b) mu_k serve.
-        slack, mu, start = 1.1 ** (1 / len(norms)), norms[-1] ** 2 / scale**2 / 1.1, list[Tensor]()
-        for norm, sector in zip(reversed(norms[:-1]), reversed(self.sectors), strict=True):
-            mu *= slack  # a little inside, so that the start is strictly feasible
-            start.insert(0, sector * mu)
-            mu *= norm**2
-        start = [values for values in start if len(values)]
-        program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / scale], self.inputs))
-        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *start))  # the gain and the multipliers
+        safe = [
+            torch.full((len(w),), value / gain, dtype=torch.float64) for w, value in zip(weights, start, strict=False)
+        ]
+        program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / gain], self.inputs))
+        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *(values / gain for values in safe)))
         if not program.inside(x):  # rounding can spoil the start: then the constant stays
             return self.constant, []
         x, _ = program.minimum(x, accuracy)
-        found = list((x[1:] * scale).split([len(values) for values in start]))
-        gain, found = repaired(weights, found, [values * scale for values in start], errors)
-        return min(self.constant, gain), found
+        found = list((x[1:] * gain).split(list(map(len, safe))))
+        proved, found = repaired(weights, found, safe, errors)
+        return min(self.constant, proved), found
+
+
+def _feasible(weights: Sequence[Tensor], inputs: int) -> tuple[float, list[float]]:
+    r"""A gain g, and for the multipliers of each layer a number t_k, such that t_k / g is feasible: from all paths.
+
+    In the form of H, the units of layer k, :math:`z_k = \sum_j W_{kj} v_j`, cost at most
+    :math:`t_k\, c_k \sum_j \|W_{kj}\|^2 \|v_j\|^2`, where :math:`c_k` of the :math:`W_{kj}` are not 0, and y the same
+    with :math:`t = 1`. So it is enough that each :math:`v_j` has more than all that reads it.
+    """
+    sizes = [inputs, *map(len, weights[:-1])]
+    squares = list[list[float]]()  # of each layer, for each value before it
+    for w in weights:
+        norms = [
+            float(torch.linalg.matrix_norm(block, 2)) if block.any() else 0.0
+            for block in w.split(sizes[: len(squares) + 1], 1)
+        ]
+        squares.append([sum(n > 0 for n in norms) * n * n for n in norms])
+    totals = [1.0]  # of the layers from the last one on, y first
+    for j in range(len(sizes) - 1, -1, -1):
+        readers = [squares[k][j] for k in range(len(squares) - 1, j - 1, -1)]
+        totals.append(1.1 * sum(t * s for t, s in zip(totals, readers, strict=True)) or 1e-9 * totals[-1])
+    return math.sqrt(totals[-1]), totals[-2:0:-1]
+
+
+def _hidden(module: Any, shape: Shape) -> float:
+    """The number of units of a graph of linear modules and scalar activations; inf for others and for large ones."""
+    kind = type(module)
+    if math.prod(shape) > _MOST_ROWS:
+        return math.inf
+    if kind is Network:
+        total, size = 0.0, shape
+        for child in module:
+            total, size = total + _hidden(child, size), output_shape(child, size)
+        return total
+    if kind is Graph:
+        sizes = value_shapes(module, shape)
+        reads = zip(module.nodes, module.sources, strict=True)
+        return sum(_hidden(node, sizes[read[0]]) for node, read in reads)
+    if kind in ACTIVATIONS:
+        return math.prod(shape)
+    return 0.0 if kind in ACTIONS else math.inf
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
@@ -282,52 +399,39 @@ def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
 
 def _parts(network: Network, box: Box, units: int | None) -> list[_Run]:
     """Split a network into runs of at most ``units`` hidden units (None: any number); other modules are constants."""
-    centre, radius = _around(*(end.flatten() for end in box_ends(box, network.input_shape)))
+    run = _Run.begin(*_around(*(end.flatten() for end in box_ends(box, network.input_shape))))
     found, shape = list[_Run](), network.input_shape
-    run = _Run(math.prod(shape))
     for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
-        if run.value is None:  # the box at the input of the run, and the value at its centre
-            box_radius, point = radius, (centre, torch.zeros_like(radius))
         if type(module) in _SAME:
             continue
-        constant = float(lipschitz(module, before))
+        constant, value, after = float(lipschitz(module, before)), run.last, None
+        assert value is not None
         on_vectors = type(module) is nn.Linear and math.prod(before) == before[-1]
         # A matrix, or the diagonal of a scaling.
         weight = _linear_map(twin, before, True) if on_vectors or type(module) is Affine else None
         if weight is not None:
-            run.linear(weight)
-            run.constant = product(run.constant, constant)
-            shift = twin(torch.zeros(1, *before, dtype=torch.float64)).flatten()
-            centre, radius = _moved(weight, shift, centre, radius)
-            point = _moved(weight, shift, *point)
-        elif type(module) in ACTIVATIONS and (len(centre) <= _MOST_ROWS or run.value is not None):
-            low, high = next_down(centre - radius), next_up(centre + radius)
-            if run.jacobian is not None:  # the mean value theorem, from the centre of the box
-                width = point[1] + _composed(run.steepest(), (box_radius[:, None], 0 * box_radius[:, None]))[0][:, 0]
-                width = up(width, 2 * len(box_radius) + 8) + 2.0**-1000
-                low = torch.fmax(low, next_down(point[0] - width))  # the tighter one; NaN gives way
-                high = torch.fmin(high, next_up(point[0] + width))
-            (a, b), (low, high) = _slopes(twin, low, high, constant)
-            steepest = float(torch.maximum(a.abs(), b.abs()).max())
-            count, begun = int((b > a).sum()), run.value is not None and run.value[0].ndim == 2
-            if units is not None and (run.units + count > units or not begun):
-                found += [run.finished(), _Run(0, steepest)]  # too many units: the activation counts by its constant
-                run = _Run(len(a))
-            else:
-                if not begun:
-                    run.linear(torch.eye(len(a), dtype=torch.float64))
-                run.activation(a, b)
-                run.constant = product(run.constant, steepest)
-            centre, radius = _around(low, high)
-            point = _around(*_slopes(twin, next_down(point[0] - point[1]), next_up(point[0] + point[1]), constant)[1])
-        else:
-            found += [run.finished(), _Run(0, constant)]
-            run = _Run(math.prod(shape))
+            after = value.linear(weight, twin(torch.zeros(1, *before, dtype=torch.float64)).flatten())
+        elif type(module) in ACTIVATIONS and (len(value.reach[0]) <= _MOST_ROWS or value.map is not None):
+            slopes = run.slopes(value, twin, constant)
+            (a, b), ends = slopes
+            constant = float(torch.maximum(a.abs(), b.abs()).max())
+            if units is not None and (run.units + int((b > a).sum()) > units or not value.dense):
+                found += [run.finished(), _Run(constant)]  # too many units: the activation counts by its constant
+                run = _Run.begin(*_around(*ends))
+                continue
+            after = run.activated(value.full(), twin, constant, slopes)
+        elif type(module) is Graph and run.units + _hidden(module, before) <= (_MOST_ROWS if units is None else units):
+            after = run.through(twin, [value.full()], [before])
+        if after is None:
+            found += [run.finished(), _Run(constant)]
             centre = torch.zeros(math.prod(shape), dtype=torch.float64)
-            radius = torch.full_like(centre, math.inf)
-    if units is None and run.value is not None and run.value[0].ndim == 1:
-        run.linear(torch.eye(len(centre), dtype=torch.float64))
+            run = _Run.begin(centre, torch.full_like(centre, math.inf))
+        else:
+            run.last, run.constant = after, product(run.constant, constant)
+    assert run.last is not None
+    if units is None and run.last.map is not None:
+        run.last = run.last.full()
     return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
 
 

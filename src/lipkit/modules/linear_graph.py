@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,35 +57,42 @@ def _add(node: Add, shape: Shape) -> Action:
     return Action(node, lambda *values: functools.reduce(operator.add, values), len(node.signs))
 
 
-_ACTIONS: dict[type[nn.Module], Callable[[Any, Shape], Action]] = {
+ACTIONS: dict[type[nn.Module], Callable[[Any, Shape], Action]] = {
     nn.Linear: _linear, Affine: _affine, Blend: _blend, Mean: _mean, Add: _add,
     **dict.fromkeys(
         (Concatenate, Expand, nn.Flatten, Pad, Permute, Piece, Reshape, Roll), lambda node, shape: Action(node, node)
     ),
 }  # fmt: skip
+"""What each linear module and join does to a sample of a shape, that of its first value."""
+
+Known = tuple[Tensor, Tensor]
+"""Values in float64, (count, *shape), and a bound of the error of each entry."""
 
 
-def linear_graph(module: nn.Module, shape: Shape) -> tuple[Tensor, Tensor] | None:
+def acted(act: Action, given: Sequence[Known]) -> Known:
+    """The result of an action on values that are known up to errors."""
+    found, errors = zip(*given, strict=True)
+    error = act.moduli(*errors)
+    if act.terms:
+        # | fl(A v) - A v' | <= gamma_n |A| |v| + |A| |v - v'|, and a number below the normal range for each term.
+        error = up(error + gamma(act.terms + 2) * act.moduli(*(v.abs() for v in found)), 2 * act.terms + 8)
+        error = error + 4 * act.terms * 2.0**-1074
+    return act.of(*found), error
+
+
+def linear_graph(module: nn.Module, shape: Shape) -> Known | None:
     """The matrix (outputs, inputs) of a linear `Graph`, float64, with a bound of each entry's error.
 
     Shifts are left out. None for other modules, and where a matrix would be larger than `LARGEST`.
     """
-    if type(module) is not Graph or any(type(node) not in _ACTIONS for node in module.nodes):
+    if type(module) is not Graph or any(type(node) not in ACTIONS for node in module.nodes):
         return None
     shapes, inputs = value_shapes(module, shape), math.prod(shape)
     if inputs * max(map(math.prod, shapes)) > LARGEST:
         return None
     units = torch.eye(inputs, dtype=torch.float64).reshape(inputs, *shape)
-    # The response of each value to the unit vectors, one after the other, and bounds of its errors.
-    values = [(units, torch.zeros_like(units))]
+    values = [(units, torch.zeros_like(units))]  # responses to the unit vectors, one after the other
     for node, read in zip(module.nodes, module.sources, strict=True):
-        act = _ACTIONS[type(node)](node, shapes[read[0]])
-        found, errors = zip(*(values[k] for k in read), strict=True)
-        error = act.moduli(*errors)
-        if act.terms:
-            # | fl(A v) - A v' | <= gamma_n |A| |v| + |A| |v - v'|, and a number below the normal range for each term
-            error = up(error + gamma(act.terms + 2) * act.moduli(*(v.abs() for v in found)), 2 * act.terms + 8)
-            error = error + 4 * act.terms * 2.0**-1074
-        values.append((act.of(*found), error))
+        values.append(acted(ACTIONS[type(node)](node, shapes[read[0]]), [values[k] for k in read]))
     matrix, error = (value.flatten(1).mT for value in values[-1])
     return matrix, error
