@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lipkit
 from lipkit.bounds.lmi import proves_gain
-from lipkit.certificates import gain_matrix, gains, local_gain, tight
+from lipkit.certificates import gain_matrix, gains, local_gain, runs, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Add, Affine, Blend, Concatenate, Graph, Network, Piece, Reshape, Roll
@@ -264,7 +264,7 @@ def test_slopes_and_values_hold_every_number_of_an_interval() -> None:
         nn.LeakyReLU(3.0),
     ]:
         ends = (torch.randn(2, 300, generator=generator, dtype=torch.float64) * 4).sort(0).values
-        (a, b), (low, high) = gains._slopes(module, ends[0], ends[1], float(lipschitz(module)))
+        (a, b), (low, high) = runs.slopes_of(module, ends[0], ends[1], float(lipschitz(module)))
         share = torch.linspace(0, 1, 60, dtype=torch.float64)[:, None]
         x = (ends[0] + share * (ends[1] - ends[0])).clamp(*ends)
         y = module(x)
@@ -314,7 +314,7 @@ def test_weights_at_the_ends_of_float64_have_a_bound(first: float, last: float) 
 def test_a_value_that_underflows_keeps_its_sign() -> None:
     """1e-300 * -1e-110 is below 0, where a ReLU behind it has slope 0."""
     ends = torch.tensor([[-1e-100], [-1e-110]], dtype=torch.float64)
-    (low, high), (least, _) = gains._slopes(nn.LeakyReLU(1e-300), ends[0], ends[1], 1.0)
+    (low, high), (least, _) = runs.slopes_of(nn.LeakyReLU(1e-300), ends[0], ends[1], 1.0)
     assert float(low) == float(high) == 1e-300
     assert float(least) < 0
 

@@ -1,0 +1,343 @@
+r"""Runs of modules on a box of inputs, and the LMI that bounds the gain of each run.
+
+Interval arithmetic (rounding included) encloses the inputs of each activation, and so its slopes in [a, b]. With
+:math:`c = b - a` the activation is :math:`\sigma(z) = a z + c\,s(z)`, where s has slopes in [0, 1]; where a = b it is
+linear, up to a constant. So after k activations
+
+.. math:: h_k = A_k x + \sum_{j < k} B_{kj} s_j,
+
+and the LMI of `lipkit.bounds.lmi` bounds the gain; each of its weights reads x and all earlier s. A sum or a
+concatenation of values, such as a residual block makes, is one more linear map. Weights are products in float64; a
+bound of the error of each entry goes into the proof.
+
+Source: Fazlyab et al., NeurIPS 2019, for the LMI; the matrix of slopes as an interval is Rohn, Linear Algebra and its
+Applications 1989.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipkit.bounds.lmi import gain_bound
+from lipkit.bounds.lmi_solver import GainProgram, repaired
+from lipkit.certificates.relaxation import curve_of, derivative
+from lipkit.lowering import lipschitz
+from lipkit.modules import Graph, Network
+from lipkit.modules.activations import ACTIVATIONS, slope_restricted
+from lipkit.modules.chains import _composed
+from lipkit.modules.graph import value_shapes
+from lipkit.modules.linear_graph import ACTIONS, acted
+from lipkit.modules.registry import Shape, output_shape
+from lipkit.proof.roundoff import UNIT, known, next_down, next_up, up
+
+MOST_ROWS = 3000
+"""Most inputs, units and outputs in one LMI."""
+
+Part = tuple[Tensor, Tensor]
+"""A matrix or a vector (a diagonal), and a bound of the error of each entry."""
+
+
+def moduli_of(part: Part) -> Tensor:
+    """Upper bounds of the moduli of the exact entries of a matrix or diagonal that is known up to errors."""
+    return known(up(part[0].abs() + part[1], 2))
+
+
+class Value(NamedTuple):
+    """What is known of a value of a run on the box.
+
+    Attributes:
+        map: the matrix from (x, s) (see the module docstring), or the diagonal of one; None for the run's input.
+        jacobian: the interval matrix dy / dx, or its diagonal: middles and radii.
+        reach: centre and radius of the interval of each entry.
+        point: the value at the centre of the box of x.
+    """
+
+    map: Part | None
+    jacobian: Part | None
+    reach: Part
+    point: Part
+
+    @property
+    def dense(self) -> bool:
+        """True if `map` is a matrix."""
+        return self.map is not None and self.map[0].ndim == 2
+
+    def linear(self, weight: Tensor, shift: Tensor) -> Value:
+        """Behind a linear layer: a matrix, or the diagonal of one."""
+        parts = _composed(weight, self.map), _composed(weight, self.jacobian)
+        return Value(*parts, _moved(weight, shift, *self.reach), _moved(weight, shift, *self.point))
+
+    def full(self) -> Value:
+        """The same value with matrices."""
+        one = torch.eye(len(self.reach[0]), dtype=torch.float64)
+        return (
+            self if self.dense else self._replace(map=_composed(one, self.map), jacobian=_composed(one, self.jacobian))
+        )
+
+
+def _widened(part: Part, width: int) -> Part:
+    """A matrix with columns of zeros for the s that came after it."""
+    more = part[0].new_zeros(len(part[0]), width - part[0].shape[1])
+    return torch.cat((part[0], more), 1), torch.cat((part[1], more), 1)
+
+
+@dataclasses.dataclass
+class Run:
+    """Consecutive modules: their constant, and, for an LMI, their weights in x and s (see the module docstring).
+
+    Attributes:
+        constant: the product of the modules' constants.
+        inputs: number of columns of x. spread: radii of its box.
+        last: the last value; None if only the constant is known.
+        weights: rows of the nonlinear units, layer by layer, then of y, in the columns x, s_0, s_1, ...; or none.
+    """
+
+    constant: float
+    inputs: int = 0
+    spread: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    last: Value | None = None
+    weights: list[Part] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def begin(cls, centre: Tensor, radius: Tensor) -> Run:
+        """An empty run on a box."""
+        start = Value(None, None, (centre, radius), (centre, torch.zeros_like(radius)))
+        return cls(1.0, len(centre), radius, start)
+
+    @property
+    def units(self) -> int:
+        return sum(len(weight) for weight, _ in self.weights)
+
+    def slopes(self, value: Value, module: Any, constant: float) -> tuple[Part, ...]:
+        """Lowest and highest slope of a scalar activation behind a value, then its lowest and highest output."""
+        centre, radius = value.reach
+        low, high = next_down(centre - radius), next_up(centre + radius)
+        if value.jacobian is not None:  # the mean value theorem, from the centre of the box
+            moduli = moduli_of(value.jacobian)
+            steepest = moduli if moduli.ndim == 2 else torch.diag(moduli)
+            width = value.point[1] + _composed(steepest, (self.spread[:, None], 0 * self.spread[:, None]))[0][:, 0]
+            width = up(width, 2 * len(self.spread) + 8) + 2.0**-1000
+            low = torch.fmax(low, next_down(value.point[0] - width))  # the tighter one; NaN gives way
+            high = torch.fmin(high, next_up(value.point[0] + width))
+        return slopes_of(module, low, high, constant)
+
+    def activated(self, value: Value, module: Any, constant: float, found: tuple[Part, ...]) -> Value:
+        """Behind a scalar activation with these `slopes`; its nonlinear units become rows of the LMI."""
+        assert value.map is not None
+        assert value.jacobian is not None
+        (low, high), ends = found
+        active, columns = (high > low).nonzero()[:, 0], self.inputs + self.units  # other units are linear on the box
+        weight, error = _widened(value.map, columns)
+        if len(active):
+            self.weights.append((weight[active], error[active]))
+        fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
+        # h = low z + width s; the upper slope that is proved is low + width.
+        fresh[active, torch.arange(len(active))] = next_up(high - low)[active]
+        weight, error = _composed(low, (weight, error))  # the part that is linear
+        middle = (low + high) / 2  # slopes as an interval: middle and radius
+        radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
+        turned, off = _composed(middle, value.jacobian)
+        point = slopes_of(
+            module, next_down(value.point[0] - value.point[1]), next_up(value.point[0] + value.point[1]), constant
+        )[1]
+        return Value(
+            (torch.cat((weight, fresh), 1), torch.cat((error, torch.zeros_like(fresh)), 1)),
+            (turned, up(off + radius * moduli_of(value.jacobian), 3) + 2.0**-1070),
+            around(*ends), around(*point),
+        )  # fmt: skip
+
+    def through(self, module: Any, given: Sequence[Value], shapes: Sequence[Shape]) -> Value:
+        """Behind a module of a graph whose kind `hidden` knows, which reads values of these shapes."""
+        kind, (value, *_), shape = type(module), given, shapes[0]
+        if kind is Network:
+            for child in module:
+                value, shape = self.through(child, [value], [shape]), output_shape(child, shape)
+            return value
+        if kind is Graph:
+            values, sizes = [value], value_shapes(module, shape)
+            for node, read in zip(module.nodes, module.sources, strict=True):
+                values.append(self.through(node, [values[k] for k in read], [sizes[k] for k in read]))
+            return values[-1]
+        if kind in ACTIVATIONS:
+            constant = float(lipschitz(module, shape))
+            return self.activated(value, module, constant, self.slopes(value, module, constant))
+        act, columns = ACTIONS[kind](module, shape), self.inputs + self.units
+        shift = module(*(torch.zeros(1, *size, dtype=torch.float64) for size in shapes)).flatten()
+
+        def made(parts: Sequence[Part]) -> Part:
+            """The action on matrices, column by column; on vectors, which are columns, with the shift."""
+            rows = [[t.mT.reshape(-1, *size) for t in part] for part, size in zip(parts, shapes, strict=True)]
+            found, error = acted(act, [(a, b) for a, b in rows])
+            return found.flatten(1).mT, known(error.flatten(1).mT)
+
+        def shifted(parts: Sequence[Part]) -> Part:
+            found, error = made([(a[:, None], b[:, None]) for a, b in parts])
+            moved = found[:, 0] + shift
+            return moved, up(error[:, 0] + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
+
+        maps = [_widened(v.map, columns) for v in given if v.map is not None]
+        jacobians = [v.jacobian for v in given if v.jacobian is not None]
+        return Value(made(maps), made(jacobians), shifted([v.reach for v in given]), shifted([v.point for v in given]))
+
+    def finished(self) -> Run:
+        """The run, its last value added as y; no more modules can be appended."""
+        if self.last is not None and self.last.map is not None and self.last.dense:
+            self.weights.append(_widened(self.last.map, self.inputs + self.units))
+        return self
+
+    def entry(self, i: int, j: int) -> Run:
+        """The run from input j to output i alone."""
+        weights = [(torch.cat((m[:, [j]], m[:, self.inputs :]), 1) for m in part) for part in self.weights]
+        parts: list[Part] = [tuple(part) for part in weights]  # type: ignore[misc]
+        parts[-1] = (parts[-1][0][[i]], parts[-1][1][[i]])  # y reads output i alone
+        return dataclasses.replace(self, constant=math.inf, inputs=1, weights=parts)
+
+    def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
+        """The smaller of `constant` and the gain proved by the LMI, and the multipliers, [] without an LMI."""
+        if not self.weights or self.inputs + self.units > MOST_ROWS:
+            return self.constant, []
+        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
+        if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):
+            return self.constant, []
+        if len(weights) == 1:  # no activation: the norm of one matrix
+            return min(self.constant, gain_bound(weights, [], errors)), []
+        gain, start = _feasible(weights, self.inputs)
+        # The last weight is divided by this gain, which must be a normal number.
+        if not (1e-100 < gain < 1e100 and 1e-200 < min(start) <= max(start) < 1e200):
+            return self.constant, []
+        safe = [
+            torch.full((len(w),), value / gain, dtype=torch.float64) for w, value in zip(weights, start, strict=False)
+        ]
+        program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / gain], self.inputs))
+        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *(values / gain for values in safe)))
+        if not program.inside(x):  # rounding can spoil the start: then the constant stays
+            return self.constant, []
+        x, _ = program.minimum(x, accuracy)
+        found = list((x[1:] * gain).split(list(map(len, safe))))
+        proved, found = repaired(weights, found, safe, errors)
+        return min(self.constant, proved), found
+
+
+def _feasible(weights: Sequence[Tensor], inputs: int) -> tuple[float, list[float]]:
+    r"""A gain g, and for the multipliers of each layer a number t_k, such that t_k / g is feasible: from all paths.
+
+    In the form of H, the units of layer k, :math:`z_k = \sum_j W_{kj} v_j`, cost at most
+    :math:`t_k\, c_k \sum_j \|W_{kj}\|^2 \|v_j\|^2`, where :math:`c_k` of the :math:`W_{kj}` are not 0, and y the same
+    with :math:`t = 1`. So it is enough that each :math:`v_j` has more than all that reads it.
+    """
+    sizes = [inputs, *map(len, weights[:-1])]
+    squares = list[list[float]]()  # of each layer, for each value before it
+    for w in weights:
+        norms = [
+            float(torch.linalg.matrix_norm(block, 2)) if block.any() else 0.0
+            for block in w.split(sizes[: len(squares) + 1], 1)
+        ]
+        squares.append([sum(n > 0 for n in norms) * n * n for n in norms])
+    totals = [1.0]  # of the layers from the last one on, y first
+    for j in range(len(sizes) - 1, -1, -1):
+        readers = [squares[k][j] for k in range(len(squares) - 1, j - 1, -1)]
+        totals.append(1.1 * sum(t * s for t, s in zip(totals, readers, strict=True)) or 1e-9 * totals[-1])
+    return math.sqrt(totals[-1]), totals[-2:0:-1]
+
+
+def hidden(module: Any, shape: Shape) -> float:
+    """The number of units of a graph of linear modules and scalar activations; inf for others and for large ones."""
+    kind = type(module)
+    if math.prod(shape) > MOST_ROWS:
+        return math.inf
+    if kind is Network:
+        total, size = 0.0, shape
+        for child in module:
+            total, size = total + hidden(child, size), output_shape(child, size)
+        return total
+    if kind is Graph:
+        sizes = value_shapes(module, shape)
+        reads = zip(module.nodes, module.sources, strict=True)
+        return sum(hidden(node, sizes[read[0]]) for node, read in reads)
+    if kind in ACTIVATIONS:
+        return math.prod(shape)
+    return 0.0 if kind in ACTIONS else math.inf
+
+
+def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
+    """The weights with fewer columns for x but the same Gram matrix of rows, so the LMI has the same gains."""
+    rows = torch.cat([w[:, :inputs] for w in weights])
+    if inputs > len(rows):  # a square root of the Gram matrix is smaller
+        parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
+        weights = [torch.cat((part, w[:, inputs:]), 1) for part, w in zip(parts, weights, strict=True)]
+    return weights
+
+
+def around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Centre and radius of intervals that hold every number from ``low`` to ``high``."""
+    finite = low.isfinite() & high.isfinite()
+    centre = torch.where(finite, low / 2 + high / 2, 0.0)
+    radius = next_up(torch.maximum(next_up(high - centre), next_up(centre - low)))
+    # An interval of one number has radius 0.
+    radius = torch.where((low == centre) & (high == centre), 0.0, radius)
+    return centre, torch.where(finite, radius, math.inf)
+
+
+def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+    """Centre and radius of the intervals after a linear layer; the radius includes rounding."""
+    value, error = _composed(weight, (centre[:, None], radius[:, None]))
+    value, error = value[:, 0], known(error[:, 0])
+    moved = value + shift  # shift: the layer's output at 0
+    return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
+
+
+# Smooth functions, and the points where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten
+# digits are enough: near a turning point, values change by the square of the distance.
+_TURNS: dict[type[nn.Module], tuple[float, ...]] = {
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softplus), ()),
+    nn.SiLU: (-1.2784645428,),
+    nn.GELU: (-0.7517915247,),
+}
+
+
+def slopes_of(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Lowest and highest slope of a scalar activation on [low, high], then its lowest and highest value there."""
+    kind = type(module)
+    least, most = torch.zeros_like(low), torch.full_like(low, constant, dtype=torch.float64)
+    if not slope_restricted(module):
+        # gelu'(x) + gelu'(-x) = 1, and the same of SiLU.
+        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))  # slopes below 0
+    if kind in (nn.ReLU, nn.LeakyReLU):
+        slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
+        one, tiny = torch.ones_like(low), 0.0 if kind is nn.ReLU else 2.0**-1000  # a product may underflow
+        left, right = torch.where(low >= 0, one, slope), torch.where(high <= 0, slope, one)
+        ends = [module(x) for x in (low, high, torch.maximum(low, torch.minimum(high, torch.zeros_like(low))))]
+        return (torch.minimum(left, right), torch.maximum(left, right)), _outwards(ends, 2.0**-50, tiny)
+    if kind is nn.Hardtanh:
+        inside = (low >= module.min_val) & (high <= module.max_val)
+        outside = (high <= module.min_val) | (low >= module.max_val)
+        return (inside.double(), (~outside).double()), (module(low), module(high))
+    curve = curve_of(module)  # None for GELU's approximation by tanh
+    if kind not in _TURNS or curve is None or (kind is nn.Softplus and module.beta != 1):
+        return (least, most), (torch.full_like(low, -math.inf), torch.full_like(low, math.inf))
+
+    def reached(turns: Sequence[float | Tensor]) -> list[Tensor]:
+        inside = (torch.as_tensor(turn, dtype=torch.float64).expand_as(low) for turn in turns)
+        return [low, high, *(torch.maximum(torch.minimum(turn, high), low) for turn in inside)]
+
+    # Of computed values and derivatives: beyond its threshold, at least 20, torch's Softplus is the identity.
+    error = 2.0**-27 if kind is nn.Softplus else 2.0**-44
+    # Beyond 40, each derivative is 0 or 1 up to far less than this error.
+    found = [derivative(module, x.clamp(-40, 40)) for x in reached(curve.joints(module))]
+    a, b = _outwards(found, 0.0, error)
+    a, b = torch.maximum(a, least), torch.minimum(b, most)
+    return (a, b), _outwards([module(x) for x in reached(_TURNS[kind])], error, error)
+
+
+def _outwards(values: Sequence[Tensor], relative: float, absolute: float) -> tuple[Tensor, Tensor]:
+    """The least and the largest of the values, moved outwards by the errors; NaN gives infinite ends."""
+    stacked = torch.stack([*values])
+    room = up(stacked.abs() * relative + absolute, 4)
+    low, high = (stacked - room).amin(0), (stacked + room).amax(0)
+    return low.nan_to_num(-math.inf, math.inf, -math.inf), high.nan_to_num(math.inf, math.inf, -math.inf)
