@@ -340,6 +340,16 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
             verify_property(net, unsafe, **options)
 
 
+@pytest.mark.fast
+def test_a_network_made_of_modules_in_place_reports_the_point_that_it_was_evaluated_at() -> None:
+    network = Network([nn.ELU(inplace=True), nn.Linear(1, 1)], (1,))
+    found = verify_property(network, cases(box((-1, 0)) + "(assert (<= Y_0 100))", 1, 1))
+    assert found.point is not None
+    assert found.outputs is not None
+    exact = nn.functional.elu(found.point.double()) * network[1].weight.double() + network[1].bias.double()
+    assert abs(float(exact - found.outputs)) < 2.0**-20
+
+
 def test_of_weights_that_are_not_finite_nothing_is_known_at_once() -> None:
     network = Network([nn.Linear(1, 2)], (1,))
     network[0].weight.fill_(float("nan"))
