@@ -18,7 +18,7 @@ import lipkit
 from lipkit.certificates import evaluators, properties, read_vnnlib, verify_property
 from lipkit.certificates.vnnlib import Case, cases
 from lipkit.cli.main import main
-from lipkit.errors import OptionError
+from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Network
 
 
@@ -263,6 +263,8 @@ def test_boxes_of_cases() -> None:
     assert [(float(low), float(high)) for low, high in case.box] == [(-1, 1), (0, 0), (0, 1), (-0.5, 0.5)]
     assert case.outputs[0].met({"Y": [0.0, 1.0]})
     assert not case.outputs[0].met({"Y": [0.0, 1.0 + 2**-52]})
+    chained, apart = "(assert (<= 0 X_0 1))(assert (not (< Y_0 Y_1 3)))", "(assert (or (>= Y_0 Y_1) (>= Y_1 3)))"
+    assert cases(chained, 1, 2) == cases(box((0, 1)) + apart, 1, 2)
     assert cases(box((1, 0)), 1, 2) == cases(box((0, 1)) + "(assert (<= 1 0))", 1, 2) == []
 
 
@@ -372,6 +374,9 @@ def test_cases_of_another_network_are_refused() -> None:
     empty = cases("(assert (>= X_0 1)) (assert (<= X_0 0)) (assert (>= Y_0 9))", 1, 1)
     with pytest.raises(OptionError, match="cases: expected one or more, got none: no input meets the conditions"):
         verify_property(one, empty)
+    assert verify_property(two, iter(unsafe)).answer == "holds"  # type: ignore[arg-type]
+    with pytest.raises(NoRuleError, match=r"got Linear: check lipkit\.export"):
+        read_vnnlib("property.vnnlib", nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="FORMULA"):
         cases(box + "(assert)", 1, 1)
 

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.certificates.margins import last_layer_constants, row_distances
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
+from lipkit.certificates.measurement import (
+    Measurement,
+    Proof,
+    Samples,
+    as_tensor,
+    check_proof,
+    dtype_name,
+    measure_by,
+)
 from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.modules import Network
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root, size
@@ -130,7 +138,9 @@ def dense(
     programming", Management Science 13 (1967), for the smallest IoU.
     """
     eps = finite("eps", eps, least=0)
-    if proof is not None and proof.program is not None:
+    if type(ignore_index) is not int:
+        raise OptionError(f"ignore_index: expected an integer, got {ignore_index!r}")
+    if proof is not None and check_proof(proof).program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)
     if y.is_floating_point():

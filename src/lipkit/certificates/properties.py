@@ -223,6 +223,7 @@ def verify_property(
     bounds = Bounds(exact_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
     outputs = math.prod(bounds.circuit.shapes[out])
+    cases = list(cases or ())  # an iterator is read once
     _check_cases(cases, math.prod(shape), outputs)
     dtype = torch.float64 if evaluator == "float64" else torch.float32
     by_box: dict[object, list[Case]] = {}
