@@ -327,6 +327,7 @@ def test_refusals() -> None:
     alone = lipsdp.solve(network, units=0)  # every layer is wider: the product of the norms stays
     assert alone.gain == alone.product == float(lipschitz(network))
     assert not alone.multipliers
+    assert f"norms {lipkit.shown.upper(alone.product)}\n" in alone.describe()
     for gamma in (0.0, -1.0, float("nan")):
         assert not lipsdp.verify(network, gamma, good)
     with torch.no_grad():

@@ -386,3 +386,5 @@ def test_an_answer_counts_its_boxes(boxes: int, words: str) -> None:
     unsafe = cases("(assert (and (>= X_0 0) (<= X_0 1) (>= Y_0 9)))", 1, 1)
     answer = verify_property(lipkit.export(nn.Linear(1, 1), (1,)), unsafe)
     assert dataclasses.replace(answer, boxes=boxes).describe().endswith(words)
+    left = dataclasses.replace(answer, answer="unknown", proved=1 - 2.0**-20)
+    assert left.describe().endswith(": 99.99 % of the volume")  # what is open never prints as 100 %

@@ -52,7 +52,7 @@ class GainProof(Shown):
     def describe(self) -> str:
         """The proved gain beside the product of the norms."""
         return (
-            f"gain <= {upper(self.gain)} (proved); product of the layers' norms {self.product:.8g}\n"
+            f"gain <= {upper(self.gain)} (proved); product of the layers' norms {upper(self.product)}\n"
             f"{len(self.multipliers)} diagonals of multipliers, found in {self.steps} Newton steps"
         )
 
