@@ -32,6 +32,7 @@ from lipkit.certificates.measurement import (
     measure_by,
 )
 from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.linalg.matrices import check_integer
 from lipkit.modules import Network
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root, size
 from lipkit.shown import Shown
@@ -138,8 +139,7 @@ def dense(
     programming", Management Science 13 (1967), for the smallest IoU.
     """
     eps = finite("eps", eps, least=0)
-    if type(ignore_index) is not int:
-        raise OptionError(f"ignore_index: expected an integer, got {ignore_index!r}")
+    check_integer("ignore_index", ignore_index, -(2**63), 2**63 - 1)
     if proof is not None and check_proof(proof).program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)
