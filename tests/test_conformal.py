@@ -176,6 +176,11 @@ def test_an_alpha_that_no_calibration_reaches_is_refused(alpha: object) -> None:
     with pytest.raises(OptionError, match=r"alpha: expected a number from 1/\(n \+ 1\) = 0.1"):
         found.predict_set(x, alpha)  # type: ignore[arg-type]
     assert found.predict_set(x, 0.1).sets.shape == (9, 3)
+    # 1 / 31 is rounded down to a float; the limit in the message is one that is accepted.
+    found = conformal.calibrate(net, x[:1].expand(30, 4), torch.zeros(30, dtype=torch.int64))
+    with pytest.raises(OptionError, match=r"= 0\.032258065 \(of 30 calibration samples\)"):
+        found.predict_set(x, 1 / 31)
+    assert found.predict_set(x, 0.032258065).sets.shape == (9, 3)
 
 
 @pytest.mark.thorough

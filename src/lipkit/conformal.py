@@ -131,8 +131,8 @@ class Calibration(Shown):
         written = Fraction(repr(float(alpha))) if number and math.isfinite(alpha) else Fraction(0)  # 0 is refused below
         if not least <= written < 1:
             raise OptionError(
-                f"alpha: expected a number from 1/(n + 1) = {float(least):.4g} (of {len(self)} calibration samples) to "
-                f"below 1, got {alpha!r}"
+                f"alpha: expected a number from 1/(n + 1) = {upper(float(least))} (of {len(self)} calibration samples) "
+                f"to below 1, got {alpha!r}"
             )
         return self.scores[math.ceil((len(self) + 1) * (1 - written)) - 1]  # k - 1: rows count from 0
 

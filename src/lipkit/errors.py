@@ -95,7 +95,8 @@ def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:
     if not low < high or (finite and not math.isfinite(high - low)):
         got = " ".join(repr(value).split())
         raise OptionError(
-            f"{name}: expected two numbers, the smaller one first, got {got if len(got) < 100 else got[:97] + '...'}"
+            f"{name}: expected two {'finite ' * (low < high)}numbers, the smaller one first, got "
+            + (got if len(got) < 100 else got[:97] + "...")
         )
     return low, high
 

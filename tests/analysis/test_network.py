@@ -31,6 +31,15 @@ def test_a_chain_is_the_product_of_its_layers() -> None:
     assert lipkit.lipschitz(model).item() == pytest.approx(found.upper, rel=1e-12)
 
 
+def test_printed_bounds_are_bounds() -> None:
+    layer = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(layer.weight, 1 + 2.0**-24)  # 1 to six digits
+    (row,) = [line for line in analyze(layer, (1,)).describe(everything=True).splitlines() if "Linear" in line]
+    assert " 1.00001 " in row
+    nn.init.constant_(layer.weight, 1 - 2.0**-24)
+    assert "L >= 0.999999 (found" in analyze(layer, (1,), restarts=1).describe()
+
+
 def test_sum_concatenation_and_shared_module() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

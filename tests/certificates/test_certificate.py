@@ -344,6 +344,11 @@ def test_loaders_are_refused_with_the_remedy() -> None:
     for strange, remedy in ((x.to_sparse(), r"use \.to_dense"), (x.to("meta"), "load its numbers first")):
         with pytest.raises(OptionError, match=remedy):
             certify(network, strange, y)
+    for strange in (x + 0j, x.to(torch.float8_e4m3fn)):
+        name = str(strange.dtype).removeprefix("torch.")
+        for call in (lambda z: certify(network, z, y), lambda z: certify_regression(network, x, z, delta=0.1)):
+            with pytest.raises(OptionError, match=f"real samples and labels of 16 to 64 bits, got {name}"):
+                call(strange)
     assert certify(network, x.to_sparse().to_dense(), y).radius.equal(certify(network, x, y).radius)
 
 

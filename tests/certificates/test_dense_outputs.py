@@ -202,6 +202,8 @@ def test_rounding_of_a_narrow_evaluator_is_part_of_the_budget() -> None:
         ({"y": torch.zeros(2, 4)}, OptionError, "expected integer labels"),
         ({"y": torch.full((2, 4), -100)}, OptionError, "other than ignore_index"),
         ({"dim": 0}, OptionError, "dim: expected"),
+        ({"ignore_index": None}, OptionError, "ignore_index: expected an integer from .* got None"),
+        ({"proof": 3}, OptionError, r"proof: expected the result of lipkit\.prove, got int"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, object], kind: type[Exception], words: str) -> None:

@@ -7,6 +7,7 @@ true from the file before it was changed, not from the verification.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -159,6 +160,8 @@ def test_no_forged_field_is_confirmed(rounding: str, tmp_path: Path, monkeypatch
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     truth = verify(read_certificate(path), network, x, y)
     whole = report(read_certificate(path), truth, "toy", RADII)
+    near = dataclasses.replace(truth, constant=1 + 2.0**-40)  # printed, a bound stays one
+    assert "constant   1.00000001 (" in report(read_certificate(path), near, "toy", RADII)
     proved, claimed = whole.split("claimed, not checked:")
     scale = max(abs(line["margin"]) for line in lines[1:])
     tried: Counter[str] = Counter()

@@ -323,6 +323,11 @@ def test_refusals() -> None:
         lipsdp.verify(network, 1.0, [torch.tensor([1.0, 1.0, 0.0, 1.0])])
     with pytest.raises(ShapeError, match="multipliers: expected one"):
         lipsdp.verify(network, 1.0, good * 2)
+    assert lipsdp.attach(network, good).multipliers().keys() == {1}
+    alone = lipsdp.solve(network, units=0)  # every layer is wider: the product of the norms stays
+    assert alone.gain == alone.product == float(lipschitz(network))
+    assert not alone.multipliers
+    assert f"norms {lipkit.shown.upper(alone.product)}\n" in alone.describe()
     for gamma in (0.0, -1.0, float("nan")):
         assert not lipsdp.verify(network, gamma, good)
     with torch.no_grad():

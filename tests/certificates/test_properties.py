@@ -18,7 +18,7 @@ import lipkit
 from lipkit.certificates import evaluators, properties, read_vnnlib, verify_property
 from lipkit.certificates.vnnlib import Case, cases
 from lipkit.cli.main import main
-from lipkit.errors import OptionError
+from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import Network
 
 
@@ -263,6 +263,8 @@ def test_boxes_of_cases() -> None:
     assert [(float(low), float(high)) for low, high in case.box] == [(-1, 1), (0, 0), (0, 1), (-0.5, 0.5)]
     assert case.outputs[0].met({"Y": [0.0, 1.0]})
     assert not case.outputs[0].met({"Y": [0.0, 1.0 + 2**-52]})
+    chained, apart = "(assert (<= 0 X_0 1))(assert (not (< Y_0 Y_1 3)))", "(assert (or (>= Y_0 Y_1) (>= Y_1 3)))"
+    assert cases(chained, 1, 2) == cases(box((0, 1)) + apart, 1, 2)
     assert cases(box((1, 0)), 1, 2) == cases(box((0, 1)) + "(assert (<= 1 0))", 1, 2) == []
 
 
@@ -340,6 +342,16 @@ def test_without_a_condition_on_outputs_every_input_of_the_box_is_a_counterexamp
             verify_property(net, unsafe, **options)
 
 
+@pytest.mark.fast
+def test_a_network_made_of_modules_in_place_reports_the_point_that_it_was_evaluated_at() -> None:
+    network = Network([nn.ELU(inplace=True), nn.Linear(1, 1)], (1,))
+    found = verify_property(network, cases(box((-1, 0)) + "(assert (<= Y_0 100))", 1, 1))
+    assert found.point is not None
+    assert found.outputs is not None
+    exact = nn.functional.elu(found.point.double()) * network[1].weight.double() + network[1].bias.double()
+    assert abs(float(exact - found.outputs)) < 2.0**-20
+
+
 def test_of_weights_that_are_not_finite_nothing_is_known_at_once() -> None:
     network = Network([nn.Linear(1, 2)], (1,))
     network[0].weight.fill_(float("nan"))
@@ -362,6 +374,9 @@ def test_cases_of_another_network_are_refused() -> None:
     empty = cases("(assert (>= X_0 1)) (assert (<= X_0 0)) (assert (>= Y_0 9))", 1, 1)
     with pytest.raises(OptionError, match="cases: expected one or more, got none: no input meets the conditions"):
         verify_property(one, empty)
+    assert verify_property(two, iter(unsafe)).answer == "holds"  # type: ignore[arg-type]
+    with pytest.raises(NoRuleError, match=r"got Linear: check lipkit\.export"):
+        read_vnnlib("property.vnnlib", nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="FORMULA"):
         cases(box + "(assert)", 1, 1)
 
@@ -371,3 +386,5 @@ def test_an_answer_counts_its_boxes(boxes: int, words: str) -> None:
     unsafe = cases("(assert (and (>= X_0 0) (<= X_0 1) (>= Y_0 9)))", 1, 1)
     answer = verify_property(lipkit.export(nn.Linear(1, 1), (1,)), unsafe)
     assert dataclasses.replace(answer, boxes=boxes).describe().endswith(words)
+    left = dataclasses.replace(answer, answer="unknown", proved=1 - 2.0**-20)
+    assert left.describe().endswith(": 99.99 % of the volume")  # what is open never prints as 100 %

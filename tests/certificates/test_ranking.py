@@ -43,6 +43,8 @@ def test_what_is_no_score_is_refused() -> None:
         auroc(Network([nn.Linear(1, 1)], (1, 1)), x[:, None], x[:, None], 0.1)
     with pytest.raises(OptionError, match="finite scores"):
         auroc(scale(1e200), x.double() + 1e200, x, 0.1)
+    with pytest.raises(OptionError, match=r"proof: expected the result of lipkit\.prove, got int"):
+        auroc(scale(), torch.ones(1, 1), torch.ones(1, 1), 0.1, proof=3)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="moves: expected one of"):
         auroc(scale(), x, x, 0.1, moves="all")
 

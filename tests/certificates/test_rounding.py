@@ -438,8 +438,10 @@ def test_a_module_without_a_rounding_rule_names_the_remedy(monkeypatch: pytest.M
     monkeypatch.setitem(ROWS, nn.ReLU, ROWS[nn.ReLU]._replace(rounding=None))
     network = modules.Network([nn.Linear(2, 2), nn.ReLU()], (2,))
     x, y = torch.rand(2, 2), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(NoRuleError, match=r"nn\.modules\.activation\.ReLU, .* or certify with rounding='ignore'"):
-        certify(network, x, y)
+    remedy = r"nn\.modules\.activation\.ReLU, .* or certify with rounding='ignore' and method='global'"
+    for options in ({}, {"method": "local", "rounding": "ignore"}):
+        with pytest.raises(NoRuleError, match=remedy):
+            certify(network, x, y, **options)
     assert isinstance(certify(network, x, y, rounding="ignore"), Certificate)
 
 

@@ -139,6 +139,7 @@ def test_pickles_are_refused_unread(tmp_path, name, capsys):
         (["{m}:Gate", "--input-shape", "3"], "lipkit bound --box 0,1"),
         (["{m}:Gate", "--input-shape", "3", "--box", "0"], "--box: expected two numbers, the smaller one first"),
         (["{m}:Gate", "--input-shape", "3", "--box", "1,0"], "the smaller one first"),
+        (["{m}:Gate", "--input-shape", "3", "--box", "0,inf"], "--box: expected two finite numbers, the smaller"),
         (["somewhere"], "which is none of them"),
         ([""], "which is none of them"),
         (["missing.onnx"], "onnx"),

@@ -50,7 +50,10 @@ def test_the_card_holds_the_figures_of_the_record(run: Path) -> None:
     assert f"{100 * record.certified[0].share.value:.2f} %" in body
     assert record.network_sha256 in body
     assert f"cores, {record.hardware.threads} threads, cpu." in body
-    assert f"{record.lipschitz.computed:.9g}" in body
+    # A printed bound is rounded up: to nearest, this one would be 1.
+    near = record.model_copy(update={"lipschitz": record.lipschitz.model_copy(update={"computed": 1 + 2.0**-40})})
+    assert "| proved l2 Lipschitz constant | 1.00000001 |" in model_card(near)
+    assert robustbench_info(near)["footnote"].endswith("Constant 1.00001.")
     evil = record.model_copy(update={"name": "a\n---\n<script>|x"})
     page = model_card(evil)
     assert "<script>" not in page.split("---\n", 2)[2]

@@ -399,6 +399,17 @@ def test_exports_leave_their_input_as_it_is() -> None:
     assert x.tolist() == [[-1.0, 1.0]]
 
 
+def test_a_network_made_by_hand_leaves_its_input_as_it_is() -> None:
+    plain = Network([nn.ReLU(inplace=True), nn.Linear(2, 2)], (2,))
+    x = torch.tensor([[-1.0, 1.0]])
+    plain(x)
+    assert x.tolist() == [[-1.0, 1.0]]
+    assert lipkit.analysis.lipschitz_lower_bound(plain, restarts=1, steps=1).lower > 0
+    plain[0].inplace = True
+    with pytest.raises(OptionError, match="with inplace = False, got True: make it anew"):
+        lipkit.certificates.prove(plain)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (4, 4), (5, 6), (9, 9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fourier_convolution(size: tuple[int, int], dtype: torch.dtype) -> None:

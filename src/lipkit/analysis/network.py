@@ -23,6 +23,7 @@ from lipkit.lowering.tracing import Root, sample
 from lipkit.modules.network import checked_shape
 from lipkit.modules.registry import Shape
 from lipkit.shown import Shown, axes, upper
+from lipkit.shown import lower as rounded_down
 from lipkit.text import table
 
 Hull = tuple[float, float] | None
@@ -81,17 +82,17 @@ class NetworkBound(Shown):
             factor = f"x {x.factor:.3g}" if x.factor >= 1 or not x.factor else f"/ {1 / x.factor:.3g}"
             size = abs(math.log(x.factor)) / most if most and 0 < x.factor < math.inf else 1.0  # bars are logarithmic
             bar = ("#" if x.factor >= 1 else "-") * max(1, round(_BAR * size))
-            rows.append([factor, bar.ljust(_BAR), f"{x.bound:.6g}", x.type, x.method, x.name])
+            rows.append([factor, bar.ljust(_BAR), upper(x.bound, 6), x.type, x.method, x.name])
         head = f"L <= {upper(self.upper)} (proved)"
         if self.lower:
-            head += f", L >= {self.lower:.6g} (found by search, no certificate)"
+            head += f", L >= {rounded_down(self.lower, 6)} (found by search, no certificate)"
         if self.box is not None:
             low, high = self.box
             head += "  for inputs in " + ("a box" if isinstance(low, Tensor) else f"[{low:g}, {high:g}]")
         tight = f"tight {self.how}" if self.tight is None else f"tight {upper(self.tight)} ({self.how})"
         figures = [f"product of the layers {upper(self.product)}", *([tight] if self.how else [])]
         if self.lower:
-            figures.append(f"found {self.lower:.6g}")
+            figures.append(f"found {rounded_down(self.lower, 6)}")
         left = len(layers) - len(shown)
         omitted = [f"and {left} without influence (--all or describe(everything=True) shows them)"] if left else []
         lines = ["", table([], rows), *omitted, ""] if layers else []

@@ -22,8 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.certificates.margins import last_layer_constants, row_distances
-from lipkit.certificates.measurement import Measurement, Proof, Samples, as_tensor, dtype_name, measure_by
+from lipkit.certificates.measurement import (
+    Measurement,
+    Proof,
+    Samples,
+    as_tensor,
+    check_proof,
+    dtype_name,
+    measure_by,
+)
 from lipkit.errors import OptionError, ShapeError, finite
+from lipkit.linalg.matrices import check_integer
 from lipkit.modules import Network
 from lipkit.proof.roundoff import gamma, grow, next_down, product, root, size
 from lipkit.shown import Shown
@@ -130,7 +139,8 @@ def dense(
     programming", Management Science 13 (1967), for the smallest IoU.
     """
     eps = finite("eps", eps, least=0)
-    if proof is not None and proof.program is not None:
+    check_integer("ignore_index", ignore_index, -(2**63), 2**63 - 1)
+    if proof is not None and check_proof(proof).program is not None:
         raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)
     if y.is_floating_point():

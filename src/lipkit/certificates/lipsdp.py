@@ -53,7 +53,7 @@ class GainProof(Shown):
     def describe(self) -> str:
         """The proved gain beside the product of the norms."""
         return (
-            f"gain <= {upper(self.gain)} (proved); product of the layers' norms {self.product:.8g}\n"
+            f"gain <= {upper(self.gain)} (proved); product of the layers' norms {upper(self.product)}\n"
             f"{len(self.multipliers)} diagonals of multipliers, found in {self.steps} Newton steps"
         )
 
@@ -102,11 +102,6 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     References:
         Fazlyab et al., NeurIPS 2019; [LBDN] section 2; the proof by Cholesky is Rump, BIT 2006.
     """
-    if not isinstance(multipliers, Mapping):
-        places = [i for run in slope_runs(attach(network, {}), candidates=True) for i in run.places]
-        if len(places) != len(multipliers):
-            raise ShapeError(f"multipliers: expected one for each of {len(places)} activations, got {len(multipliers)}")
-        multipliers = dict(zip(places, multipliers, strict=True))
     proved = attach(network, multipliers)
     runs = slope_runs(proved)  # with their multipliers
     if len(runs) != 1:
@@ -164,7 +159,7 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
         for run in slope_runs(part, candidates=True)
         for piece in _pieces(run, units)
     ]
-    if not (found or units):
+    if not found and units is None:
         kinds = sorted({type(m).__name__ for m in network.modules()} - {"Network"})
         raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds) or 'no module'}")
     for path, part, run in found:
@@ -180,8 +175,8 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
     return GainProof(min(float(lipschitz(proved)), norms), norms, multipliers, steps)
 
 
-def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
-    """A copy of the network that carries these multipliers: ``lipschitz`` then uses what they prove.
+def attach(network: Network, multipliers: Mapping[Place, Tensor] | Sequence[Tensor]) -> Network:
+    """A copy of the network that carries these multipliers, as `verify` takes them; ``lipschitz`` uses what they prove.
 
     Inside its graphs, chains of dense modules become a `Network`, which carries their multipliers.
 
@@ -199,6 +194,11 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor]) -> Network:
         shape = output_shape(module, shape)
     attached = copy.deepcopy(Network(modules, network.input_shape, network.multipliers()))
     attached.input_range = network.input_range
+    if not isinstance(multipliers, Mapping):
+        places = [i for run in slope_runs(attached, candidates=True) for i in run.places]
+        if len(places) != len(multipliers):
+            raise ShapeError(f"multipliers: expected one for each of {len(places)} activations, got {len(multipliers)}")
+        multipliers = dict(zip(places, multipliers, strict=True))
     for place, values in multipliers.items():
         path, _, index = str(place).rpartition(".")
         parts = {name: part for name, part in attached.named_modules() if type(part) is Network}

@@ -293,17 +293,14 @@ def _norm(rows: Tensor) -> Tensor:
 
 
 class Bounds:
-    """Computes local radii for one float64 network, batch by batch; they hold for inputs in ``box``.
+    """Computes local radii for one network of `exact_copy`, batch by batch; they hold for inputs in ``box``.
 
     ``arithmetic`` None ignores the evaluator's rounding; the rounding of the proof is still subtracted.
     """
 
     def __init__(self, network: Network, arithmetic: Arithmetic | None, box: tuple[float, float] | None) -> None:
-        # Every value is kept, so no module of the copy may work in place.
+        # A proof made in inference mode has tensors without derivatives; those of a copy made outside of it have them.
         self.network, self.box = copy.deepcopy(network), box
-        for module in self.network.modules():
-            if hasattr(module, "inplace"):
-                setattr(module, "inplace", False)  # noqa: B010
         self.circuit = Circuit(self.network, arithmetic)
         largest = max(math.prod(shape) for shape in self.circuit.shapes)
         if largest > 1 << 22:

@@ -32,7 +32,7 @@ from lipkit.modules.storage import (
     guard_parts,
     same_contents,
 )
-from lipkit.proof.roundoff import Arithmetic, check_readable
+from lipkit.proof.roundoff import WIDE, Arithmetic, check_readable
 from lipkit.shown import Shown, Told, upper
 
 
@@ -224,8 +224,7 @@ def measure(
         proof = prove(network, rounding=rounding, evaluator=evaluator, device=device)
         made_for = proof.evaluator
     else:
-        if not isinstance(proof, Proof):
-            raise OptionError(f"proof: expected the result of lipkit.prove, got {type(proof).__name__}")
+        check_proof(proof)
         made_for = _asked(network, rounding, evaluator, device)[1]
         proof.check(network, rounding, made_for)
     return evaluate(proof, x, made_for, batch_size, check, progress)
@@ -255,9 +254,16 @@ def evaluate(
 def measure_by(network: modules.Network, x: Tensor, proof: Proof | None) -> Measurement:
     """`measure` with the rounding, evaluator and device of a proof; None proves the network with the defaults."""
     check_inputs(network, x)
-    proof = prove(network) if proof is None else proof
+    proof = prove(network) if proof is None else check_proof(proof)
     name, where = proof.evaluator.option, proof.device
     return measure(network, x, rounding=proof.rounding, evaluator=name, device=where, proof=proof)
+
+
+def check_proof(proof: Proof) -> Proof:
+    """Return ``proof``; raise unless it is the result of `prove`."""
+    if not isinstance(proof, Proof):
+        raise OptionError(f"proof: expected the result of lipkit.prove, got {type(proof).__name__}")
+    return proof
 
 
 Samples = Tensor | np.ndarray[Any, Any]
@@ -272,6 +278,8 @@ def as_tensor(values: object) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
     if isinstance(values, Tensor):
         check_readable(values)
+        if values.is_complex() or (values.is_floating_point() and values.dtype not in WIDE):
+            raise OptionError(f"expected real samples and labels of 16 to 64 bits, got {dtype_name(values)}")
         return values
     kind = "a masked array" if isinstance(values, np.ma.MaskedArray) else "an array"
     got = f"{kind} of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__

@@ -43,7 +43,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.guarding import type_name
 from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import FLOAT64, grow, next_down, next_up, up
-from lipkit.shown import Shown
+from lipkit.shown import Shown, lower
 
 _STARTS, _STEPS = 256, 40
 
@@ -75,7 +75,7 @@ class Answer(Shown):
             return f"violated\nat X = {x}\nwhere the {self.evaluator.name} evaluation is Y = {y}"
         real = f"{self.answer}\nproved in real arithmetic and for {self.evaluator.name} evaluation, on "
         real += f"{self.boxes} box{'es' * (self.boxes != 1)}"
-        return real if self.answer == "holds" else f"{real}: {100 * self.proved:.4g} % of the volume"
+        return real if self.answer == "holds" else f"{real}: {lower(100 * self.proved, 4)} % of the volume"
 
 
 class _Box(Ball):
@@ -223,6 +223,7 @@ def verify_property(
     bounds = Bounds(exact_copy(network), arithmetic(evaluator, network), None)
     out, shape, run = bounds.circuit.output, network.input_shape, machine(network, evaluator)
     outputs = math.prod(bounds.circuit.shapes[out])
+    cases = list(cases or ())  # an iterator is read once
     _check_cases(cases, math.prod(shape), outputs)
     dtype = torch.float64 if evaluator == "float64" else torch.float32
     by_box: dict[object, list[Case]] = {}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from lipkit.certificates.measurement import check_network
 from lipkit.errors import OptionError
 from lipkit.files import read_text
 from lipkit.modules import Network
@@ -50,8 +51,10 @@ def read_vnnlib(path: str | os.PathLike[str], network: Network) -> list[Case]:
     """The cases of a file about an exported network, for `lipkit.certificates.verify_property`.
 
     Raises:
+        NoRuleError: a network that is not exported.
         OptionError: not a VNN-LIB file, a condition that is not linear or mixes inputs, an input without both limits.
     """
+    check_network(network, "check")
     sizes = math.prod(network.input_shape), math.prod(output_shape(network, network.input_shape))
     try:
         return cases(read_text(path), *sizes)
@@ -112,6 +115,8 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
         if math.prod(len(part) for part in parts) > _MOST_CASES:
             raise OptionError(f"expected a formula of at most {_MOST_CASES} cases, got more")
         return [list(itertools.chain(*chosen)) for chosen in itertools.product(*parts)]
+    if head in ("<=", "<", ">=", ">", "=") and len(rest) > 2:  # (<= a b c): a <= b and b <= c
+        return _normal(["and", *([head, *pair] for pair in itertools.pairwise(rest))], negated, sizes)
     if not isinstance(head, str) or head not in _FLIPPED or len(rest) != 2:
         raise OptionError(f"expected and, or, not or a comparison of two terms, got {str(term)[:80]}")
     sign = _FLIPPED[head] if negated else head

@@ -59,12 +59,13 @@ def command(
 def report(file: CertificateFile, confirmed: Certificate, data: str, radii: Sequence[float]) -> str:
     """The text of the command: figures computed here, then the claims of the file that cannot be checked."""
     from lipkit.certificates.certificate_file import unchecked
+    from lipkit.shown import upper
     from lipkit.text import format_radius, printable
 
     larger = file.certificate.radius > confirmed.radius  # `verify` allows no more than rounding
     lines = [
         f"confirmed  {len(confirmed)} samples of {printable(data)}, network {confirmed.network_sha256[:16]}...",
-        f"constant   {confirmed.constant:.9g} ({confirmed.method}); rounding {confirmed.rounding}, "
+        f"constant   {upper(confirmed.constant, 9)} ({confirmed.method}); rounding {confirmed.rounding}, "
         f"evaluator {confirmed.evaluator.name}",
         f"clean      {100 * confirmed.clean_accuracy:.2f} %",
     ]

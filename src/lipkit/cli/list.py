@@ -61,17 +61,18 @@ def networks() -> list[list[str]]:
 def _measured(folder: Path) -> list[str]:
     """Cells of a packaged network: data, proved constant, and two accuracies; of a critic, its bound of W1."""
     from lipkit.report import Record, read_record
+    from lipkit.shown import lower, upper
     from lipkit.text import format_radius
 
     if (folder / "estimate.json").exists():
         found = json.loads(read_text(folder / "estimate.json"))
-        return [found["data"], f"L {found['constant']:.4g}", f"W1 >= {found['low']:.4g} at 95 %", ""]
+        return [found["data"], f"L {upper(found['constant'])}", f"W1 >= {lower(found['low'], 4)} at 95 %", ""]
     record = read_record(folder)
     assert isinstance(record, Record)
     first = record.certified[0]
     return [
         record.data.name,
-        f"L {record.lipschitz.computed:.4g}",
+        f"L {upper(record.lipschitz.computed)}",
         f"clean {100 * record.clean.value:.2f} %",
         f"certified({format_radius(first.eps)}) {100 * first.share.value:.2f} %",
     ]

@@ -15,6 +15,7 @@ from lipkit import modules
 from lipkit.certificates.measurement import check_network
 from lipkit.errors import ShapeError
 from lipkit.report import Record, RegressionRecord
+from lipkit.shown import lower, upper
 from lipkit.text import format_radius, printable, printable_lines
 
 _LOAD = """```python
@@ -37,7 +38,11 @@ def model_card(
         load: the loading example, Markdown, in place of the one for ``folder``.
     """
     rows = _rows(record)
-    shown = [(_text(name), f"{100 * v:.2f} %" if kind.endswith("accuracy") else f"{v:.6g}") for name, kind, v in rows]
+    rounded = {"deviation": upper, "lower": lower, "mse": "{:.{}g}".format}  # a printed bound is a bound, too
+    shown = [
+        (_text(name), f"{100 * v:.2f} %" if kind.endswith("accuracy") else rounded[kind](v, 6))
+        for name, kind, v in rows
+    ]
     results = [
         {
             "task": {"type": "image-classification" if isinstance(record, Record) else "tabular-regression"},
@@ -66,7 +71,7 @@ def model_card(
         "| figure | value |",
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in shown),
-        f"| proved l2 Lipschitz constant | {bound.computed:.9g} |",
+        f"| proved l2 Lipschitz constant | {upper(bound.computed, 9)} |",
         "",
         f"The constant is proved in {_text(bound.dtype)} from the stored numbers (method: {_text(bound.method)}),",
         "whatever training made of them. Radii are l2, for inputs in the units of the data (images in [0, 1]); input",
@@ -185,5 +190,5 @@ def robustbench_info(
         "clean_acc": f"{100 * record.clean.value:.2f}",
         "reported": None,
         "autoattack_acc": None,
-        "footnote": f"Certified l2 accuracy in per cent: {certified}. Constant {record.lipschitz.computed:.6g}.",
+        "footnote": f"Certified l2 accuracy in per cent: {certified}. Constant {upper(record.lipschitz.computed, 6)}.",
     }

@@ -25,7 +25,7 @@ def local_error(module: nn.Module, input_shape: Shape, arithmetic: Arithmetic) -
         raise NoRuleError(
             "rounding='sound': expected modules with a bound of their rounding error, got "
             f"{type_name(type(module))}, which has none: export the network, give one to its row "
-            "(lipkit.modules.add_plain), or certify with rounding='ignore'"
+            "(lipkit.modules.add_plain), or certify with rounding='ignore' and method='global'"
         )
     return rule(module, input_shape, arithmetic)
 

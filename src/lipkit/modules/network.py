@@ -49,7 +49,8 @@ class Network(nn.Sequential):
     """A constant network of plain modules: what is evaluated, certified, attacked and shipped.
 
     Chains inside are flattened and identities dropped, so the last module of a classifier is its last linear layer.
-    It is in evaluation mode, nothing in it asks for a gradient, and options that are scalars of numpy become Python's.
+    It is in evaluation mode, nothing in it asks for a gradient or works in place, and options that are scalars of numpy
+    become Python's.
 
     Args:
         modules: plain modules, applied in order.
@@ -83,6 +84,8 @@ class Network(nn.Sequential):
             self.carry(i, values)
         for module in self.modules():
             vars(module).update(options_of_python(module))
+            if hasattr(module, "inplace"):
+                setattr(module, "inplace", False)  # noqa: B010
         self.requires_grad_(False)
         self.eval()
 

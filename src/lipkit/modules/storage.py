@@ -267,9 +267,9 @@ def exact_copy(network: Network, device: str | torch.device = "cpu") -> Network:
                 raise OptionError(f"expected a copy with the same numbers, got others in {name!r}") from None
     exact.input_range = network.input_range
     for (_, module), (_, twin) in zip(parts(network), parts(exact), strict=True):
-        for key in ("training", "inplace"):  # they are not stored
-            if hasattr(module, key):
-                setattr(twin, key, getattr(module, key))
+        twin.training = module.training  # not stored
+        if hasattr(twin, "inplace"):
+            setattr(twin, "inplace", False)  # noqa: B010
     check_alike(network, exact, "expected the module {!r} as its stored form gives it", "make it anew")
     return exact.to(float64_device(device))
 
