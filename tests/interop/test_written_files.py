@@ -103,6 +103,7 @@ PLAIN: list[Case] = [
     (lambda: nn.Conv2d(2, 3, (1, 3), padding="same", dilation=(1, 2)), (2, 1, 7)),
     (lambda: nn.ConvTranspose2d(4, 6, (1, 3), (1, 2), (0, 1), (0, 1), dilation=(1, 2)), (4, 1, 5)),
     (lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), bias=False), IMAGE),
+    (lambda: nn.ConvTranspose2d(2, 3, 2, 1, (1, 2), 1, dilation=2), IMAGE),
     conv((3, 2), (1, 2), (2, 1), (1, 2), 2, bias=False),
     conv(3, padding=(1, 2), padding_mode="reflect"),
     conv(3, padding=(1, 2), padding_mode="replicate"),

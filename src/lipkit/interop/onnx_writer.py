@@ -256,8 +256,14 @@ def _patches(w: Writer, x: Value, weight: Any, bias: Any) -> Any:
 def _conv_transpose(
     w: Writer, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, more: Any, groups: int, dilation: Any
 ) -> Any:
+    stride, before, more = _each(stride), _each(padding), _each(more)
+    after = [p - m for p, m in zip(before, more, strict=True)]
+    if min(after) >= 0 and any(m >= s for m, s in zip(more, stride, strict=True)):
+        more = [0, 0]  # runtimes refuse such an output_padding; to crop less behind is the same
+    else:
+        after = before
     return w.add(
-        "ConvTranspose", x, weight, bias, strides=_each(stride), pads=_each(padding) * 2, output_padding=_each(more),
+        "ConvTranspose", x, weight, bias, strides=stride, pads=before + after, output_padding=more,
         dilations=_each(dilation), group=groups,
     )  # fmt: skip
 

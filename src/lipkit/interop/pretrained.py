@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lipkit import models, modules
 from lipkit.errors import DataError, LipkitError, OptionError, first_line
-from lipkit.files import read_bytes, read_text, write_atomic
+from lipkit.files import parse_json, read_bytes, read_text, write_atomic
 from lipkit.lowering import export
 from lipkit.modules import Shape
 from lipkit.modules.storage import check_tensors
@@ -75,7 +76,7 @@ def save_pretrained(
     }
     try:
         text = json.dumps(config, indent=1, allow_nan=False) + "\n"
-        check_tensors(_skeleton(json.loads(text)), tensors)
+        check_tensors(_skeleton(json.loads(text), len(tensors)), tensors)
     except (DataError, TypeError, ValueError) as error:
         raise OptionError(f"expected a model that its name and options make again, got: {error}") from None
     folder = Path(folder)
@@ -100,7 +101,7 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     """
     folder = Path(folder)
     try:
-        config = json.loads(read_text(folder / CONFIG, 1 << 20))
+        config = parse_json(read_text(folder / CONFIG, 1 << 20))
         blob = read_bytes(folder / WEIGHTS)
     except OSError as error:
         raise DataError(f"{folder}: expected {CONFIG} and {WEIGHTS}, got: {error}") from None
@@ -112,7 +113,8 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     if hashlib.sha256(blob).hexdigest() != config.get("sha256"):
         raise DataError(f"{folder / WEIGHTS}: expected the weights with sha256 {config.get('sha256')}, got others")
     try:
-        tensors, model = load_safetensors(blob), _skeleton(config)
+        tensors = load_safetensors(blob)
+        model = _skeleton(config, len(tensors))
         check_tensors(model, tensors)
     except SafetensorError as error:
         raise DataError(f"{folder / WEIGHTS}: expected a safetensors file, got: {error}") from None
@@ -123,8 +125,27 @@ def from_pretrained(folder: str | Path) -> nn.Module:
     return model.eval()
 
 
-def _skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """The architecture of a configuration on torch's meta device: shapes without memory."""
+class _Steps(TorchFunctionMode):
+    """Ends a construction that calls torch more than ``most`` times: options may ask for any number of layers.
+
+    A tensor of a model takes four calls.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise DataError("a model with many more tensors than its file has")
+        return func(*args, **(kwargs or {}))
+
+
+def _skeleton(config: Mapping[str, Any], tensors: int) -> nn.Module:
+    """The architecture of a configuration on torch's meta device, shapes without memory, for so many ``tensors``."""
     section, shape, classes = config.get("model"), config.get("input_shape"), config.get("classes")
     if not isinstance(section, dict) or not isinstance(section.get("options"), dict):
         raise DataError(f"expected a model with a name and options, got {str(section)[:80]!r}")
@@ -134,8 +155,8 @@ def _skeleton(config: Mapping[str, Any]) -> nn.Module:
         raise DataError(f"expected input_shape and classes as lists, got {shape!r} and {classes!r}")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in section["options"].items()}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Steps(1000 + 100 * tensors):
             return models.build(section["name"], **options)
     except (LipkitError, RuntimeError, TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
         reason = first_line(error)
-        raise DataError(f"model {section['name']}: expected options that build it, got: {reason}") from None
+        raise DataError(f"model {section['name']}: expected options that build it, got: {reason:.500}") from None
