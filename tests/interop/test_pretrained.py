@@ -61,6 +61,16 @@ def test_models_with_counters_and_models_with_a_split_gain_come_back(name: str, 
     }
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("more", [{}, {"phi": "relu"}, {"layer": "ren"}, {"layer": "linear"}], ids=str)
+def test_recurrent_models_come_back(more: dict[str, Any], tmp_path: Path) -> None:
+    options = {"states": 3, "units": 4, "input_shape": (5, 2), "classes": 3, "lipschitz": 2.0, **more}
+    model = models.build("sequence_classifier", **options).eval()
+    save_pretrained(model, tmp_path, name="sequence_classifier", options=options, input_shape=(5, 2))
+    x = torch.randn(4, 5, 2)
+    assert torch.equal(from_pretrained(tmp_path)(x), model(x))
+
+
 def test_the_card_is_written(folder: Path) -> None:
     assert (folder / "README.md").read_text() == "# a"
 
@@ -79,11 +89,15 @@ def change(folder: Path, **values: Any) -> None:
         ({"model": {"name": "os:system", "options": {}}}, "expected a model of the table"),
         ({"model": {"name": "builtins.eval", "options": {}}}, "expected a model of the table"),
         ({"model": {"name": ["small"], "options": {}}}, "expected a model"),
+        ({"model": {"name": "rebuild", "options": {"network": "digits-cayley"}}}, "of the table .*, got 'rebuild'"),
         ({"model": {"name": "small", "options": {**OPTIONS, "layer": "os.system"}}}, "expected options that build it"),
         ({"model": {"name": "small", "options": {**OPTIONS, "wrong": 1}}}, "expected options that build it"),
         ({"model": {"name": "small", "options": {**OPTIONS, "classes": 4}}}, "expected shape"),
         ({"model": {"name": "small", "options": {**OPTIONS, "width": 10**6}}}, "expected shape"),
-        ({"model": {"name": "sllnet", "options": {"depth": 10**9}}}, "a model with many more tensors than its file has"),
+        (
+            {"model": {"name": "sllnet", "options": {"depth": 10**9}}},
+            "a model with many more tensors than its file has",
+        ),
         ({"model": {"name": "mlp", "options": {"hidden": [2] * 9999, "input_shape": [2], "classes": 2}}}, "many more"),
         ({"model": 3}, "expected a model with a name and options"),
         ({"classes": 3}, "expected input_shape and classes as lists"),
@@ -98,7 +112,9 @@ def test_altered_configurations_are_refused(folder: Path, values: dict[str, Any]
 
 def test_a_key_twice_is_refused(folder: Path) -> None:
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('{\n "schema_version": 1,', '{\n "schema_version": 2, "schema_version": 1,'))
+    path.write_text(
+        path.read_text().replace('{\n "schema_version": 1,', '{\n "schema_version": 2, "schema_version": 1,')
+    )
     with pytest.raises(DataError, match="expected JSON, got: a key twice"):
         from_pretrained(folder)
 
@@ -134,6 +150,8 @@ def test_what_cannot_be_built_again_is_not_written(tmp_path: Path) -> None:
     model = models.build("small", **OPTIONS)
     with pytest.raises(OptionError, match="a folder holds no code"):
         save_pretrained(model, tmp_path, name="my.module:net", options={}, input_shape=(1, 6, 6))
+    with pytest.raises(OptionError, match="no second network"):
+        save_pretrained(model, tmp_path, name="rebuild", options={"network": "a"}, input_shape=(1, 6, 6))
     with pytest.raises(OptionError, match="expected a model that its name and options make again"):
         save_pretrained(model, tmp_path, name="small", options={**OPTIONS, "classes": 5}, input_shape=(1, 6, 6))
     with pytest.raises(OptionError, match="expected a model that its name and options make again"):

@@ -147,7 +147,9 @@ class Builder:
                     break
             places -= 1
             if places < -64:
-                raise OverflowError(f"weights up to {_top(weight)}, biases up to {_top(bias)}, inputs up to {value.largest:.3g}")
+                raise OverflowError(
+                    f"weights up to {_top(weight)}, biases up to {_top(bias)}, inputs up to {value.largest:.3g}"
+                )
         # Differences of float64 numbers and their roundings to a grid are exact.
         change, shift = q - weight * grid, (b - bias * sums).abs() / sums
         rows = grow(size(change) / grid * value.norm + shift)

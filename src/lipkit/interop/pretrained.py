@@ -29,6 +29,7 @@ from lipkit.modules import Shape
 from lipkit.modules.storage import check_tensors
 
 SCHEMA_VERSION = 1
+KNOWN = [name for name in models.MODELS if name != "rebuild"]  # that one starts from the files of another network
 CONFIG, WEIGHTS, NETWORK, CARD = "config.json", "model.safetensors", "network", "README.md"
 
 
@@ -56,10 +57,10 @@ def save_pretrained(
         OptionError: an architecture that is not in the table, options that JSON does not hold, or a model that
             ``name`` and ``options`` do not make.
     """
-    if name not in models.MODELS:
+    if name not in KNOWN:
         raise OptionError(
-            f"expected a model of the table ({', '.join(models.MODELS)}), got {name!r}: a folder holds no code, "
-            "so another one could not be built again"
+            f"expected a model of the table ({', '.join(KNOWN)}), got {name!r}: a folder holds no code and no second "
+            "network, so another one could not be built again"
         )
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
     blob = save_safetensors(tensors)
@@ -92,9 +93,9 @@ def save_pretrained(
 def from_pretrained(folder: str | Path) -> nn.Module:
     """The model of a folder written by `save_pretrained`, in evaluation mode; nothing is downloaded.
 
-    The architecture is looked up by name in ``lipkit.models.MODELS``; no file can name anything else. Hash and shapes
-    are checked before memory is allocated. For inference and certificates load the exported network instead:
-    ``lipkit.load(folder / "network")``.
+    The architecture is looked up by name in ``lipkit.models.MODELS``, without ``rebuild``; no file can name anything
+    else. Hash and shapes are checked before memory is allocated. For inference and certificates load the exported
+    network instead: ``lipkit.load(folder / "network")``.
 
     Raises:
         DataError: a file is missing, broken or altered, or the weights do not fit the architecture.
@@ -149,8 +150,8 @@ def _skeleton(config: Mapping[str, Any], tensors: int) -> nn.Module:
     section, shape, classes = config.get("model"), config.get("input_shape"), config.get("classes")
     if not isinstance(section, dict) or not isinstance(section.get("options"), dict):
         raise DataError(f"expected a model with a name and options, got {str(section)[:80]!r}")
-    if not isinstance(section.get("name"), str) or section["name"] not in models.MODELS:
-        raise DataError(f"expected a model of the table ({', '.join(models.MODELS)}), got {section.get('name')!r}")
+    if not isinstance(section.get("name"), str) or section["name"] not in KNOWN:
+        raise DataError(f"expected a model of the table ({', '.join(KNOWN)}), got {section.get('name')!r}")
     if not isinstance(shape, list) or not isinstance(classes, list):
         raise DataError(f"expected input_shape and classes as lists, got {shape!r} and {classes!r}")
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in section["options"].items()}

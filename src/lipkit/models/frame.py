@@ -199,7 +199,7 @@ def bounded(
 
 
 def split_gain(model: nn.Module, lipschitz: float) -> nn.Module:
-    """The chain with its gain L, ``lipschitz``, spread evenly: L^(1/m) in front of each of its m layers with parameters.
+    """The chain with its gain L (``lipschitz``) spread evenly: L^(1/m) before each of its m layers with parameters.
 
     A residual block is one layer. Without biases the function is the same where activations are homogeneous: [Cayley]
     section 5.1, "Ensuring Lipschitz constraints".

@@ -371,9 +371,9 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor], run: bool = True) -
 
 
 def check_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """``DataError`` unless the tensors have the names and shapes of the module's state, and its dtype or a floating one.
+    """``DataError`` unless the tensors have the names and shapes of the module's state and floating dtypes.
 
-    Counters, such as those of BatchNorm, keep their integer dtype.
+    Counters, as batch norm has them, keep their dtype.
     """
     state = skeleton.state_dict()
     expected = {name: tuple(t.shape) for name, t in state.items()}
@@ -382,8 +382,9 @@ def check_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if expected.get(name) != found.get(name):
             raise DataError(f"{name}: expected shape {expected.get(name)}, got {found.get(name)}")
         given, wanted = tensors[name].dtype, state[name].dtype
-        if given != wanted if not wanted.is_floating_point else given not in WIDE:
-            raise DataError(f"{name}: expected {'a floating dtype' if wanted.is_floating_point else wanted}, got {given}")
+        if given not in (WIDE if wanted.is_floating_point else [wanted]):
+            kind = "a floating dtype" if wanted.is_floating_point else wanted
+            raise DataError(f"{name}: expected {kind}, got {given}")
 
 
 def _check_batches(skeleton: Network) -> None:
