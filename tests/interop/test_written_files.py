@@ -51,6 +51,12 @@ def random(module: nn.Module) -> nn.Module:
     return module
 
 
+def linear_system() -> nn.Module:
+    """A recurrent network without units."""
+    sizes = torch.randn(5), torch.eye(3), torch.randn(0)
+    return modules.Recurrent(0.3 * torch.randn(5, 5), *sizes, nn.ReLU(), 3, (0, 0), 1, 1.0, 1.0)
+
+
 def recurrent(phi: nn.Module, block: int = 4) -> Case:
     sizes = torch.randn(8), torch.eye(3), torch.ones(4)
     return lambda: modules.Recurrent(0.3 * torch.randn(8, 9), *sizes, phi, 3, (4, 4), block, 1.0, 1.0), (4, 2)
@@ -137,6 +143,7 @@ PLAIN: list[Case] = [
         (3,),
     ),
     recurrent(nn.LeakyReLU(-1.0)),
+    (linear_system, (4, 2)),
     (lambda: modules.Reshape(4, 32), IMAGE),
     (lambda: modules.Permute(3, 1, 2), IMAGE),
     (lambda: modules.Piece(2, 1, 7, 3), IMAGE),

@@ -436,10 +436,13 @@ class _Graph:
                 self.formed.add(node)
         elif node.target is operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif isinstance(out, Tensor) and any(type(n) is int and n == 0 for n in out.shape):
-            self.values[node] = Value("", *_form(out))  # without entries: Concat leaves it out
         elif isinstance(out, (Tensor, list, tuple)):  # no size of the batch
-            self.values[node] = self.written(node)
+            several = [out] if isinstance(out, Tensor) else out
+            if all(any(type(n) is int and n == 0 for n in one.shape) for one in several):
+                made = [Value("", *_form(one)) for one in several]  # without entries: Concat leaves them out
+                self.values[node] = made[0] if isinstance(out, Tensor) else made
+            else:
+                self.values[node] = self.written(node)
 
 
 def _form(example: Tensor) -> tuple[tuple[Any, ...], torch.dtype]:
