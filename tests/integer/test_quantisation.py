@@ -334,7 +334,13 @@ def test_ranges_that_are_unknown_or_too_wide_are_refused() -> None:
     network = chain(nn.Flatten(), nn.Linear(72, 2))
     with torch.no_grad():
         network[1].weight.fill_(1e38)
-    with pytest.raises(OptionError, match="ranges of the values are too wide"):
+    with pytest.raises(OptionError, match=r"ranges of the values are too wide \(weights up to 1e\+38"):
+        integer_program(network)
+    network = modules.Network([nn.Linear(2, 2)], (2,))
+    network.input_range = (0.0, 1.0)
+    network[0].weight.fill_(1e-40)
+    network[0].bias.fill_(1e30)
+    with pytest.raises(OptionError, match=r"too wide \(weights up to 1e-40, biases up to 1e\+30, inputs up to 1\)"):
         integer_program(network)
 
 

@@ -155,6 +155,12 @@ def test_ties_equal_rows_and_unmovable_margins(tmp_path: Path) -> None:
     assert lipkit.certify(network, torch.rand(4, 2), torch.ones(4).long(), evaluator="integer").radius.isinf().all()
 
 
+def test_a_box_wider_than_float16_is_written_and_checked(tmp_path: Path) -> None:
+    network = modules.Network([nn.ReLU(), nn.Linear(2, 1, dtype=torch.float16)], (2,))
+    network.input_range = (-1e30, 1.0)
+    assert write_c(network, tmp_path / "a.c").exists()
+
+
 @pytest.mark.thorough
 @needs_compiler
 def test_main_refuses_what_is_no_input(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def random(module: nn.Module) -> nn.Module:
     return module
 
 
+def linear_system() -> nn.Module:
+    """A recurrent network without units."""
+    sizes = torch.randn(5), torch.eye(3), torch.randn(0)
+    return modules.Recurrent(0.3 * torch.randn(5, 5), *sizes, nn.ReLU(), 3, (0, 0), 1, 1.0, 1.0)
+
+
 def recurrent(phi: nn.Module, block: int = 4) -> Case:
     sizes = torch.randn(8), torch.eye(3), torch.ones(4)
     return lambda: modules.Recurrent(0.3 * torch.randn(8, 9), *sizes, phi, 3, (4, 4), block, 1.0, 1.0), (4, 2)
@@ -103,6 +109,7 @@ PLAIN: list[Case] = [
     (lambda: nn.Conv2d(2, 3, (1, 3), padding="same", dilation=(1, 2)), (2, 1, 7)),
     (lambda: nn.ConvTranspose2d(4, 6, (1, 3), (1, 2), (0, 1), (0, 1), dilation=(1, 2)), (4, 1, 5)),
     (lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), bias=False), IMAGE),
+    (lambda: nn.ConvTranspose2d(2, 3, 2, 1, (1, 2), 1, dilation=2), IMAGE),
     conv((3, 2), (1, 2), (2, 1), (1, 2), 2, bias=False),
     conv(3, padding=(1, 2), padding_mode="reflect"),
     conv(3, padding=(1, 2), padding_mode="replicate"),
@@ -136,6 +143,7 @@ PLAIN: list[Case] = [
         (3,),
     ),
     recurrent(nn.LeakyReLU(-1.0)),
+    (linear_system, (4, 2)),
     (lambda: modules.Reshape(4, 32), IMAGE),
     (lambda: modules.Permute(3, 1, 2), IMAGE),
     (lambda: modules.Piece(2, 1, 7, 3), IMAGE),

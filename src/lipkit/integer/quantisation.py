@@ -147,7 +147,9 @@ class Builder:
                     break
             places -= 1
             if places < -64:
-                raise OverflowError(f"weights up to {float(weight.abs().amax()):.3g}")
+                raise OverflowError(
+                    f"weights up to {_top(weight)}, biases up to {_top(bias)}, inputs up to {value.largest:.3g}"
+                )
         # Differences of float64 numbers and their roundings to a grid are exact.
         change, shift = q - weight * grid, (b - bias * sums).abs() / sums
         rows = grow(size(change) / grid * value.norm + shift)
@@ -247,6 +249,10 @@ def _bounded(value: IntValue) -> IntValue:
     if not largest * 2.0**value.fraction < WORD:
         raise OverflowError(f"expected entries within 32 bits, got {largest} with {value.fraction} binary places")
     return replace(value, largest=largest, norm=norm)
+
+
+def _top(t: Tensor) -> str:
+    return f"{float(t.abs().amax()):.3g}"
 
 
 def _places(number: float) -> int:

@@ -256,8 +256,14 @@ def _patches(w: Writer, x: Value, weight: Any, bias: Any) -> Any:
 def _conv_transpose(
     w: Writer, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, more: Any, groups: int, dilation: Any
 ) -> Any:
+    stride, before, more = _each(stride), _each(padding), _each(more)
+    after = [p - m for p, m in zip(before, more, strict=True)]
+    if min(after) >= 0 and any(m >= s for m, s in zip(more, stride, strict=True)):
+        more = [0, 0]  # runtimes refuse such an output_padding; to crop less behind is the same
+    else:
+        after = before
     return w.add(
-        "ConvTranspose", x, weight, bias, strides=_each(stride), pads=_each(padding) * 2, output_padding=_each(more),
+        "ConvTranspose", x, weight, bias, strides=stride, pads=before + after, output_padding=more,
         dilations=_each(dilation), group=groups,
     )  # fmt: skip
 
@@ -430,10 +436,13 @@ class _Graph:
                 self.formed.add(node)
         elif node.target is operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif isinstance(out, Tensor) and any(type(n) is int and n == 0 for n in out.shape):
-            self.values[node] = Value("", *_form(out))  # without entries: Concat leaves it out
         elif isinstance(out, (Tensor, list, tuple)):  # no size of the batch
-            self.values[node] = self.written(node)
+            several = [out] if isinstance(out, Tensor) else out
+            if all(any(type(n) is int and n == 0 for n in one.shape) for one in several):
+                made = [Value("", *_form(one)) for one in several]  # without entries: Concat leaves them out
+                self.values[node] = made[0] if isinstance(out, Tensor) else made
+            else:
+                self.values[node] = self.written(node)
 
 
 def _form(example: Tensor) -> tuple[tuple[Any, ...], torch.dtype]:

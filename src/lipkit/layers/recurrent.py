@@ -207,17 +207,18 @@ class R2dn(RecurrentLayer):
         super().__init__(in_features, out_features, states, **options)
         check_positive(units=units)
         self.inner: nn.Module | None = None
-        # |v| is LeakyReLU of slope -1. Unlike ReLU, (v + |v|) / 2, it has no linear part: K provides that.
-        module = phi if isinstance(phi, nn.Module) else nn.LeakyReLU(-1.0) if phi == "abs" else slope_activation(phi)
-        bound, written = float(lipschitz(module, (units,)).detach()), units
-        if not bound <= 1 + 1e-9:
+        written = units
+        if not isinstance(phi, nn.Module):
+            # |v| is LeakyReLU of slope -1. Unlike ReLU, (v + |v|) / 2, it has no linear part: K provides that.
+            self.phi: nn.Module = nn.LeakyReLU(-1.0) if phi == "abs" else slope_activation(phi)
+        elif not (bound := float(lipschitz(phi, (units,)).detach())) <= 1 + 1e-9:
             raise OptionError(f"phi: expected a 1-Lipschitz network, got one with a bound of {bound}")
-        if unitwise(module):
-            self.phi = export_part(module, (1,))
+        elif unitwise(phi):
+            self.phi = export_part(phi, (1,))
         else:
-            self.inner, layers = module, unfolded(module, units)
-            self.phi = module if layers is None else layers.activation
-            (written,) = output_shape(module, (units,))
+            self.inner, layers = phi, unfolded(phi, units)
+            self.phi = phi if layers is None else layers.activation
+            (written,) = output_shape(phi, (units,))
         self.units = units
         self.read = ContractionLinear(units, states + in_features, bias=False, **self.place)
         self.write = ContractionLinear(written, states + out_features, bias=False, **self.place)

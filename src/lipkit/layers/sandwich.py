@@ -50,7 +50,7 @@ def _store(free: nn.Parameter, scale: nn.Parameter, value: Tensor) -> None:
     """Set ``scale * free / ||free||`` to ``value``; for 0, ``free`` keeps its random direction, to be trainable."""
     norm = torch.linalg.vector_norm(value)
     with torch.no_grad():
-        if bool(norm <= 1e-14 * value.numel()):
+        if not norm.is_meta and bool(norm <= 1e-14 * value.numel()):  # a meta tensor has no numbers
             scale.zero_()
             return
         free.copy_(value)

@@ -80,7 +80,7 @@ def build(name: str, **options: Any) -> nn.Module:
         raise _sentence(name, error) from None
     if split and options["lipschitz"] != 1 and not any(isinstance(part, Scale) for part in model.children()):
         raise OptionError(f"model {name}: expected no split, since its gain is inside its layer, got split={split}")
-    return split_gain(model) if split else model
+    return split_gain(model, options["lipschitz"]) if split else model
 
 
 __all__ = ["MODELS", "build"]  # the table

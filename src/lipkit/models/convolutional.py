@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any, Literal, Unpack
 
 from torch import nn
@@ -126,7 +126,7 @@ def lbdn_conv(
     References:
         [LBDN] table 6, section 5.2; Singla, Singla & Feizi, ICLR 2022 (last-layer normalisation).
     """
-    made, pixels = Layers(layer, options), image.pixels(2**blocks)
+    made, pixels = Layers(layer, options), image.pixels(1 << blocks)
     layers: list[nn.Module] = []
     widths = [image.channels, *(width * 2**block for block in range(blocks))]  # half the sides, twice the channels
     for current, target in pairwise(widths):
@@ -200,8 +200,8 @@ def lipconvnet(
     current, size = image.channels, side
     for block, (inner, last, stride) in enumerate(BLOCKS):
         made = front if block < first else back
-        steps = [(inner, 1)] * (depth // 5 - 1) + [(last, stride)]  # channels and stride of each layer of the block
-        for target, step in steps:
+        # Channels and stride of each layer of the block.
+        for target, step in chain(repeat((inner, 1), depth // 5 - 1), [(last, stride)]):
             before, size = size, size // step
             cout = max(2, 2 * round(target * width / 2))  # even, for MaxMin
             kernel = 1 if before == 1 else made.strided(kernel_size, kernel_size if size > 1 else 1)
@@ -262,7 +262,8 @@ def sllnet(
         raise OptionError(f"channels: expected at least the {image.channels} of the images, got {width}")
     if features < image.classes:
         raise OptionError(f"channels: expected at least {image.classes} features, one for each class, got {features}")
-    inputs = [image.channels, *[width] * (convolutions - 1)]  # the first layer adds channels of zeros
+    # The first layer adds channels of zeros.
+    inputs = chain([image.channels], repeat(width, convolutions - 1))
     layers: list[nn.Module] = [SllConv2d(n, width, 3, hidden=inner, **options) for n in inputs]
     # Of norm 1: sixteen weights of a quarter.
     layers += [nn.AvgPool2d(POOL, divisor_override=POOL), nn.Flatten()]

@@ -198,8 +198,8 @@ def bounded(
     return nn.Sequential(normalize, *gain, *layers)
 
 
-def split_gain(model: nn.Module) -> nn.Module:
-    """The chain with its gain L spread evenly: L^(1/m) in front of each of its m layers with parameters.
+def split_gain(model: nn.Module, lipschitz: float) -> nn.Module:
+    """The chain with its gain L (``lipschitz``) spread evenly: L^(1/m) before each of its m layers with parameters.
 
     A residual block is one layer. Without biases the function is the same where activations are homogeneous: [Cayley]
     section 5.1, "Ensuring Lipschitz constraints".
@@ -209,7 +209,7 @@ def split_gain(model: nn.Module) -> nn.Module:
         return model
     layers = [layer for layer in model.children() if layer is not gain]
     owners = [layer for layer in layers if next(layer.parameters(), None) is not None]  # not a Normalize
-    part = float(gain.gamma().detach()) ** (1 / len(owners))  # their product is L again
+    part = lipschitz ** (1 / len(owners))  # their product is L again
     return nn.Sequential(*(m for layer in layers for m in ((Scale(part), layer) if layer in owners else (layer,))))
 
 

@@ -369,14 +369,20 @@ def _skeleton(config: Any, tensors: dict[str, torch.Tensor], run: bool = True) -
 
 
 def check_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """``DataError`` unless the tensors have the names and shapes of the module's state, and a floating dtype."""
-    expected = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
+    """``DataError`` unless the tensors have the names and shapes of the module's state and floating dtypes.
+
+    Counters, as batch norm has them, keep their dtype.
+    """
+    state = skeleton.state_dict()
+    expected = {name: tuple(t.shape) for name, t in state.items()}
     found = {name: tuple(t.shape) for name, t in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise DataError(f"{name}: expected shape {expected.get(name)}, got {found.get(name)}")
-        if tensors[name].dtype not in WIDE:
-            raise DataError(f"{name}: expected a floating dtype, got {tensors[name].dtype}")
+        given, wanted = tensors[name].dtype, state[name].dtype
+        if given not in (WIDE if wanted.is_floating_point else [wanted]):
+            kind = "a floating dtype" if wanted.is_floating_point else wanted
+            raise DataError(f"{name}: expected {kind}, got {given}")
 
 
 def _check_batches(skeleton: Network) -> None:
