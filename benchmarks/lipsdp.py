@@ -130,7 +130,8 @@ given multipliers, such as an LBDN's own.
 Both take every run of dense layers with activations of slope in [0, 1] in a network: in a chain, between other
 modules, in the branches of a graph. What is linear between two activations (a product and a sum written apart,
 scalings, several products, heads that are summed or concatenated) counts as one layer. `lipsdp.attach` gives the
-multipliers to the network, and `lipkit.lipschitz` then uses them: for three public ACAS Xu networks the gain falls by factors of 51 to 572.
+multipliers to the network, and `lipkit.lipschitz` then uses them: for three public ACAS Xu networks the gain falls by
+factors of 51 to 572.
 
 Made by `python benchmarks/lipsdp.py > docs/lipsdp.md`: process time on one thread of a shared 2-core x86-64
 machine, random networks (entries of variance 1 / inputs, ReLU, float64). `N` is the total width, inputs and
