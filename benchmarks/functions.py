@@ -59,12 +59,17 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> 
 CONVOLUTIONS = [(64, 32, 128), (128, 16, 128), (256, 8, 128)]
 
 
+def _sorted_halves(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=1)
+    return torch.cat((torch.maximum(a, b), torch.minimum(a, b)), dim=1)
+
+
 def convolution_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:
     """What a Cayley layer and a Fourier layer of these sizes call."""
     size = f"{c}@{side}, batch {batch}"
     n_real, n_pair = 4, (side**2 - 4) // 2
     x = leaf(batch, c, side, side)
-    yield Pair("MaxMin", size, lambda x: activations._MaxMinShift.apply(x, 0), activations._sorted_halves, (x,))
+    yield Pair("MaxMin", size, lambda x: activations._MaxMinShift.apply(x, 0), _sorted_halves, (x,))
     pads = (1, 1, 1, 1)
     yield Pair(
         "circular padding (circular._Pad)",

@@ -290,8 +290,19 @@ def test_runs_inside_graphs_and_branches_get_their_own_multipliers() -> None:
     assert same(float(lipschitz(again)), proof.gain)
     branches = Network([Graph([branch, Add(1, 1)], [[0], [1, 0]]), *back], (4,))
     found = lipsdp.solve(branches)
-    assert same(found.gain, (1 + inner) * outer, 1e-6)
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda v: branches(v[None])[0]))(torch.randn(500, 4).double())
+    assert float(torch.linalg.matrix_norm(jacobians, 2).max()) <= found.gain < 0.8 * (1 + inner) * outer  # in one LMI
     assert branches[0].nodes[0].multipliers() == {}
+    joint = lipsdp.attach(branches, found.multipliers)
+    assert {i: len(m) for i, m in joint.multipliers().items()} == {0: 18, 2: 8}
+    assert lipsdp.verify(branches, found.gain * (1 + 1e-9), found.multipliers)
+    assert not lipsdp.verify(branches, found.gain * (1 - 1e-3), found.multipliers)
+    assert lipsdp.verify(branches, found.gain * (1 + 1e-9), list(joint.multipliers().values()))
+    assert same(float(lipschitz(lipkit.export(joint, (4,)))), found.gain)
+    changed = {**found.multipliers, 0: found.multipliers[0] * torch.linspace(0.5, 2, 18)}
+    assert float(lipschitz(lipsdp.attach(branches, changed))) > found.gain * (1 + 1e-3)
+    with pytest.raises(ShapeError, match="multiplier"):
+        lipschitz(lipsdp.attach(branches, {**found.multipliers, 0: torch.ones(17)}))
 
 
 def test_weights_with_zero_and_extreme_norms() -> None:

@@ -153,7 +153,10 @@ def test_the_same_function_on_a_box(name: str) -> None:
     steepest = max(float(np.linalg.norm(j, 2)) for j in jacobians(lambda v: net(v).flatten(1), x[:3]))
     bound = float(lipkit.lipschitz(plain))
     assert 0 < steepest <= bound < 1e9
-    assert lipkit.analyze(net, SHAPE, box=BOX, restarts=0).upper == pytest.approx(bound, rel=1e-6)
+    found = lipkit.analyze(net, SHAPE, box=BOX, restarts=0).upper
+    # The dense layers of an encoder, with their residual connection, are in one LMI.
+    assert steepest <= found <= bound * (1 + 1e-6)
+    assert found < 0.9 * bound or name != "encoder layer"
 
 
 @pytest.mark.thorough

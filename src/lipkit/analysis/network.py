@@ -247,11 +247,13 @@ def _tight(
         return None, "not tried: the network has no plain form in float64"
     units = gains.hidden_units(plain) if tight is not False else 0
     many = tight is None and units > gains.UNITS
+    if units and not many:
+        plain = gains.tight(plain, units=gains.UNITS if tight is None else 2048)
     if ends is not None:
-        return gains.local_gain(gains.tight(plain) if units and not many else plain, ends), "slopes in the box"
+        return gains.local_gain(plain, ends), "slopes in the box"
     if many:
         return None, f"not tried: {units} hidden units, more than {gains.UNITS} (--tight, tight=True)"
-    return (float(lipschitz(plain, tight=True)), "LipSDP") if units else (None, "not tried: no run of dense layers")
+    return (float(lipschitz(plain)), "LipSDP") if units else (None, "not tried: no run of dense layers")
 
 
 def _search(model: nn.Module, input_shape: Shape, box: gains.Box | None, restarts: int, steps: int, seed: int) -> float:

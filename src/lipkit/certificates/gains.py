@@ -16,7 +16,7 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import balance
 from lipkit.certificates.lipsdp import attach, solve
 from lipkit.certificates.measurement import check_network
-from lipkit.certificates.runs import MOST_ROWS, Run, around, hidden, moduli_of
+from lipkit.certificates.runs import Run, around, moduli_of
 from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
@@ -24,6 +24,8 @@ from lipkit.modules import Graph, Network
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.chains import _SAME, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
+from lipkit.modules.linear_graph import MOST_ROWS
+from lipkit.modules.linear_graph import units as units_of
 from lipkit.modules.registry import LATER, Shape, output_shape
 from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import product
@@ -43,6 +45,8 @@ _MOST_ENTRIES, _MOST_UNITS = 256, 100
 def tight(network: Network, *, units: int = 2048) -> Network:
     """A copy of the network with LipSDP multipliers for every run of dense layers: its ``lipschitz`` is the tight gain.
 
+    Residual blocks and other branches of dense layers are in the LMI of the run around them.
+
     Args:
         network: result of ``lipkit.export``.
         units: most hidden units in one LMI (2,048 take two minutes); a run with more is bounded piece by piece, and a
@@ -58,22 +62,20 @@ def tight(network: Network, *, units: int = 2048) -> Network:
     return attach(network, solve(network, units=units).multipliers)
 
 
-def _tight_gain(network: Network) -> Tensor:
-    """The gain of `tight`; with branches also that of one LMI for all of them, if it is smaller."""
-    gain = lipschitz(tight(network))
-    if any(type(module) is Graph for module in network):
-        gain = gain.clamp_max(local_gain(network, EVERYWHERE, units=2048))
-    return gain
-
-
-LATER["tight"] = _tight_gain
+LATER["tight"] = tight
 
 
 def hidden_units(network: Network) -> int:
-    """The largest number of hidden units in a run of dense layers; `tight` bounds each run by one LMI."""
+    """The largest number of hidden units in a run of dense layers; `tight` bounds each run by one LMI.
+
+    Branches of graphs count alone, unless there is nothing else.
+    """
     parts = [part for part in attach(network, {}).modules() if type(part) is Network]
-    runs = [run for part in parts for run in slope_runs(part, candidates=True)]
-    return max((sum(len(weight) for weight in run.weights[:-1]) for run in runs), default=0)
+    alone, joint = (
+        max((run.units for part in parts for run in slope_runs(part, candidates=True, branches=branches)), default=0)
+        for branches in (False, True)
+    )
+    return alone or joint
 
 
 def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
@@ -173,8 +175,10 @@ def _parts(network: Network, box: Box, units: int | None) -> list[Run]:
                 run = Run.begin(*around(*ends))
                 continue
             after = run.activated(value.full(), twin, constant, slopes)
-        elif type(module) is Graph and run.units + hidden(module, before) <= (MOST_ROWS if units is None else units):
-            after = run.through(twin, [value.full()], [before])
+        elif type(module) is Graph:
+            count = units_of(module, before, lambda one: True)
+            if run.units + count <= (MOST_ROWS if units is None else units):
+                after = run.through(twin, value, before)
         if after is None:
             found += [run.finished(), Run(constant)]
             centre = torch.zeros(math.prod(shape), dtype=torch.float64)

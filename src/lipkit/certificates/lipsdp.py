@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import proves_gain
 from lipkit.bounds.lmi_solver import minimise_gain
+from lipkit.certificates.runs import least_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network, guard
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
-from lipkit.modules.linear_graph import linear_graph
+from lipkit.modules.linear_graph import MOST_ROWS, linear_graph
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import next_down
@@ -130,6 +132,28 @@ def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
             used += len(weight)
 
 
+def _solved(network: Network, units: int | None) -> list[tuple[dict[int, Tensor], int]]:
+    """Multipliers for the runs of a network, by the index of their activations, and the Newton steps taken."""
+    found, runs = list[tuple[dict[int, Tensor], int]](), slope_runs(network, candidates=True)
+    most = MOST_ROWS if units is None else units
+    for run in (run for run in runs if run.branches):
+        _, diagonals, steps = least_gain(run.read_all()) if run.units <= most else (math.inf, [], 0)
+        if not diagonals:  # each branch alone
+            runs, found = slope_runs(network, candidates=True, branches=False), []
+            break
+        # Those of a graph's activations are one after the other.
+        taken = list(zip(run.places, diagonals, strict=True))
+        found.append(({i: torch.cat([d for k, d in taken if k == i]) for i in run.places}, steps))
+    for run in (run for run in runs if not run.branches):
+        for piece in _pieces(run, units):
+            _, diagonals, steps = minimise_gain(piece.weights, piece.errors)
+            values = dict(zip(piece.places, diagonals, strict=True))
+            if not values and (run.stop - run.start > 1 or type(network[run.start]) is Graph):
+                values = {run.stop - 1: torch.ones(1)}  # marks a run without activations, see `slope_runs`
+            found.append((values, steps))
+    return found
+
+
 def solve(network: Network, *, units: int | None = None) -> GainProof:
     """Nearly the smallest gain that LMIs can prove for this network, with the multipliers that prove it.
 
@@ -153,21 +177,12 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
     proved = attach(network, {})
     multipliers, steps = dict[Place, Tensor](), 0
     parts = [(path, part) for path, part in proved.named_modules() if type(part) is Network]
-    found = [
-        (path, part, piece)
-        for path, part in parts
-        for run in slope_runs(part, candidates=True)
-        for piece in _pieces(run, units)
-    ]
+    found = [(path, part, *one) for path, part in parts for one in _solved(part, units)]
     if not found and units is None:
         kinds = sorted({type(m).__name__ for m in network.modules()} - {"Network"})
         raise NoRuleError(f"expected one linear layer or more for the LMI, got {', '.join(kinds) or 'no module'}")
-    for path, part, run in found:
-        _, diagonals, taken = minimise_gain(run.weights, run.errors)
+    for path, part, values, taken in found:
         steps += taken
-        values = dict(zip(run.places, diagonals, strict=True))
-        if not values and (run.stop - run.start > 1 or type(part[run.start]) is Graph):
-            values = {run.stop - 1: torch.ones(1)}  # marks a run without activations, see `slope_runs`
         for i, value in values.items():
             part.carry(i, value)
             multipliers[f"{path}.{i}" if path else i] = value
@@ -195,7 +210,7 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor] | Sequence[Tens
     attached = copy.deepcopy(Network(modules, network.input_shape, network.multipliers()))
     attached.input_range = network.input_range
     if not isinstance(multipliers, Mapping):
-        places = [i for run in slope_runs(attached, candidates=True) for i in run.places]
+        places = [*dict.fromkeys(i for run in slope_runs(attached, candidates=True) for i in run.places)]
         if len(places) != len(multipliers):
             raise ShapeError(f"multipliers: expected one for each of {len(places)} activations, got {len(multipliers)}")
         multipliers = dict(zip(places, multipliers, strict=True))

@@ -28,16 +28,11 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, repaired
 from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.lowering import lipschitz
-from lipkit.modules import Graph, Network
-from lipkit.modules.activations import ACTIVATIONS, slope_restricted
-from lipkit.modules.chains import _composed
-from lipkit.modules.graph import value_shapes
-from lipkit.modules.linear_graph import ACTIONS, acted
-from lipkit.modules.registry import Shape, output_shape
+from lipkit.modules.activations import slope_restricted
+from lipkit.modules.chains import _composed, widened
+from lipkit.modules.linear_graph import MOST_ROWS, Action, mapped, walked
+from lipkit.modules.registry import Shape
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, up
-
-MOST_ROWS = 3000
-"""Most inputs, units and outputs in one LMI."""
 
 Part = tuple[Tensor, Tensor]
 """A matrix or a vector (a diagonal), and a bound of the error of each entry."""
@@ -49,7 +44,7 @@ def moduli_of(part: Part) -> Tensor:
 
 
 class Value(NamedTuple):
-    """What is known of a value of a run on the box.
+    """Bounds of a value of a run on the box.
 
     Attributes:
         map: the matrix from (x, s) (see the module docstring), or the diagonal of one; None for the run's input.
@@ -74,17 +69,11 @@ class Value(NamedTuple):
         return Value(*parts, _moved(weight, shift, *self.reach), _moved(weight, shift, *self.point))
 
     def full(self) -> Value:
-        """The same value with matrices."""
+        """This value with a matrix as its map, and as its jacobian."""
         one = torch.eye(len(self.reach[0]), dtype=torch.float64)
         return (
             self if self.dense else self._replace(map=_composed(one, self.map), jacobian=_composed(one, self.jacobian))
         )
-
-
-def _widened(part: Part, width: int) -> Part:
-    """A matrix with columns of zeros for the s that came after it."""
-    more = part[0].new_zeros(len(part[0]), width - part[0].shape[1])
-    return torch.cat((part[0], more), 1), torch.cat((part[1], more), 1)
 
 
 @dataclasses.dataclass
@@ -133,7 +122,7 @@ class Run:
         assert value.jacobian is not None
         (low, high), ends = found
         active, columns = (high > low).nonzero()[:, 0], self.inputs + self.units  # other units are linear on the box
-        weight, error = _widened(value.map, columns)
+        weight, error = widened(value.map, columns)
         if len(active):
             self.weights.append((weight[active], error[active]))
         fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
@@ -152,43 +141,32 @@ class Run:
             around(*ends), around(*point),
         )  # fmt: skip
 
-    def through(self, module: Any, given: Sequence[Value], shapes: Sequence[Shape]) -> Value:
-        """Behind a module of a graph whose kind `hidden` knows, which reads values of these shapes."""
-        kind, (value, *_), shape = type(module), given, shapes[0]
-        if kind is Network:
-            for child in module:
-                value, shape = self.through(child, [value], [shape]), output_shape(child, shape)
-            return value
-        if kind is Graph:
-            values, sizes = [value], value_shapes(module, shape)
-            for node, read in zip(module.nodes, module.sources, strict=True):
-                values.append(self.through(node, [values[k] for k in read], [sizes[k] for k in read]))
-            return values[-1]
-        if kind in ACTIVATIONS:
-            constant = float(lipschitz(module, shape))
-            return self.activated(value, module, constant, self.slopes(value, module, constant))
-        act, columns = ACTIONS[kind](module, shape), self.inputs + self.units
-        shift = module(*(torch.zeros(1, *size, dtype=torch.float64) for size in shapes)).flatten()
+    def through(self, graph: nn.Module, value: Value, shape: Shape) -> Value:
+        """Behind a graph of `units`, whose input has this shape."""
 
-        def made(parts: Sequence[Part]) -> Part:
-            """The action on matrices, column by column; on vectors, which are columns, with the shift."""
-            rows = [[t.mT.reshape(-1, *size) for t in part] for part, size in zip(parts, shapes, strict=True)]
-            found, error = acted(act, [(a, b) for a, b in rows])
-            return found.flatten(1).mT, known(error.flatten(1).mT)
+        def activated(module: Any, before: Value, size: Shape) -> Value:
+            constant = float(lipschitz(module, size))
+            return self.activated(before, module, constant, self.slopes(before, module, constant))
 
-        def shifted(parts: Sequence[Part]) -> Part:
-            found, error = made([(a[:, None], b[:, None]) for a, b in parts])
-            moved = found[:, 0] + shift
-            return moved, up(error[:, 0] + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
+        def moved(act: Action, module: Any, given: Sequence[Value], shapes: Sequence[Shape]) -> Value:
+            shift = module(*(torch.zeros(1, *size, dtype=torch.float64) for size in shapes)).flatten()
 
-        maps = [_widened(v.map, columns) for v in given if v.map is not None]
-        jacobians = [v.jacobian for v in given if v.jacobian is not None]
-        return Value(made(maps), made(jacobians), shifted([v.reach for v in given]), shifted([v.point for v in given]))
+            def shifted(parts: Sequence[Part]) -> Part:
+                found, error = mapped(act, [(a[:, None], e[:, None]) for a, e in parts], shapes)
+                y = found[:, 0] + shift
+                return y, up(error[:, 0] + 2 * UNIT * y.abs(), 3)  # the shift is added in one rounding
+
+            maps = [widened(v.map, self.inputs + self.units) for v in given if v.map is not None]
+            jacobians = [v.jacobian for v in given if v.jacobian is not None]
+            boxes = shifted([v.reach for v in given]), shifted([v.point for v in given])
+            return Value(mapped(act, maps, shapes), mapped(act, jacobians, shapes), *boxes)
+
+        return walked(graph, [value.full()], [shape], activated, moved)
 
     def finished(self) -> Run:
         """The run, its last value added as y; no more modules can be appended."""
         if self.last is not None and self.last.map is not None and self.last.dense:
-            self.weights.append(_widened(self.last.map, self.inputs + self.units))
+            self.weights.append(widened(self.last.map, self.inputs + self.units))
         return self
 
     def entry(self, i: int, j: int) -> Run:
@@ -200,28 +178,35 @@ class Run:
 
     def least(self, accuracy: float = 1e-5) -> tuple[float, list[Tensor]]:
         """The smaller of `constant` and the gain proved by the LMI, and the multipliers, [] without an LMI."""
-        if not self.weights or self.inputs + self.units > MOST_ROWS:
-            return self.constant, []
-        weights, errors = (list(part) for part in zip(*self.weights, strict=True))  # a part is (weight, error)
-        if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):
-            return self.constant, []
-        if len(weights) == 1:  # no activation: the norm of one matrix
-            return min(self.constant, gain_bound(weights, [], errors)), []
-        gain, start = _feasible(weights, self.inputs)
-        # The last weight is divided by this gain, which must be a normal number.
-        if not (1e-100 < gain < 1e100 and 1e-200 < min(start) <= max(start) < 1e200):
-            return self.constant, []
-        safe = [
-            torch.full((len(w),), value / gain, dtype=torch.float64) for w, value in zip(weights, start, strict=False)
-        ]
-        program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / gain], self.inputs))
-        x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *(values / gain for values in safe)))
-        if not program.inside(x):  # rounding can spoil the start: then the constant stays
-            return self.constant, []
-        x, _ = program.minimum(x, accuracy)
-        found = list((x[1:] * gain).split(list(map(len, safe))))
-        proved, found = repaired(weights, found, safe, errors)
-        return min(self.constant, proved), found
+        gain, found, _ = least_gain(self.weights, accuracy)
+        return min(self.constant, gain), found
+
+
+def least_gain(parts: Sequence[Part], accuracy: float = 1e-5) -> tuple[float, list[Tensor], int]:
+    """Nearly the least gain that the LMI of weights, which read all values before, proves; multipliers; Newton steps.
+
+    It is inf, and there are none, for a matrix that is too large, or has numbers at the ends of float64.
+    """
+    weights, errors = [weight for weight, _ in parts], [error for _, error in parts]
+    if not parts or weights[-1].shape[1] + len(weights[-1]) > MOST_ROWS:
+        return math.inf, [], 0
+    if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):
+        return math.inf, [], 0
+    if len(weights) == 1:  # no activation: the norm of one matrix
+        return gain_bound(weights, [], errors), [], 0
+    inputs = weights[0].shape[1]
+    gain, start = _feasible(weights, inputs)
+    # The last weight is divided by this gain, which must be a normal number.
+    if not (1e-100 < gain < 1e100 and 1e-200 < min(start) <= max(start) < 1e200):
+        return math.inf, [], 0
+    safe = [torch.full((len(w),), value / gain, dtype=torch.float64) for w, value in zip(weights, start, strict=False)]
+    program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / gain], inputs))
+    x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *(values / gain for values in safe)))
+    if not program.inside(x):  # rounding can spoil the start
+        return math.inf, [], 0
+    x, steps = program.minimum(x, accuracy)
+    found = list((x[1:] * gain).split(list(map(len, safe))))
+    return *repaired(weights, found, safe, errors), steps
 
 
 def _feasible(weights: Sequence[Tensor], inputs: int) -> tuple[float, list[float]]:
@@ -244,25 +229,6 @@ def _feasible(weights: Sequence[Tensor], inputs: int) -> tuple[float, list[float
         readers = [squares[k][j] for k in range(len(squares) - 1, j - 1, -1)]
         totals.append(1.1 * sum(t * s for t, s in zip(totals, readers, strict=True)) or 1e-9 * totals[-1])
     return math.sqrt(totals[-1]), totals[-2:0:-1]
-
-
-def hidden(module: Any, shape: Shape) -> float:
-    """The number of units of a graph of linear modules and scalar activations; inf for others and for large ones."""
-    kind = type(module)
-    if math.prod(shape) > MOST_ROWS:
-        return math.inf
-    if kind is Network:
-        total, size = 0.0, shape
-        for child in module:
-            total, size = total + hidden(child, size), output_shape(child, size)
-        return total
-    if kind is Graph:
-        sizes = value_shapes(module, shape)
-        reads = zip(module.nodes, module.sources, strict=True)
-        return sum(hidden(node, sizes[read[0]]) for node, read in reads)
-    if kind in ACTIVATIONS:
-        return math.prod(shape)
-    return 0.0 if kind in ACTIONS else math.inf
 
 
 def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.linear_graph import linear_graph
+from lipkit.modules.linear_graph import Action, linear_graph, mapped, units, walked
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
@@ -26,6 +26,16 @@ from lipkit.modules.plain import INTEGER, Plain, Shape, Stored, add_plain, submo
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
 from lipkit.modules.views import Reshape
 from lipkit.proof.roundoff import Arithmetic, gamma, multiply_up, product, to_double, up
+
+Part = tuple[Tensor, Tensor]
+"""A matrix or a vector (a diagonal), and a bound of the error of each entry."""
+
+
+def widened(part: Part, width: int, before: bool = False) -> Part:
+    """A matrix with columns of zeros for the values that came after what it reads, or ``before`` that."""
+    more = part[0].new_zeros(len(part[0]), width - part[0].shape[1])
+    first, second = ([more, t] if before else [t, more] for t in part)
+    return torch.cat(first, 1), torch.cat(second, 1)
 
 
 class SlopeRun(NamedTuple):
@@ -36,7 +46,24 @@ class SlopeRun(NamedTuple):
     weights: list[Tensor]  # W_0 .. W_L in float64, each the product of the linear layers between two activations
     errors: list[Tensor]  # bounds of the rounding error of each entry of a weight; zeros for a single layer
     multipliers: list[Tensor]  # of the L activations
-    places: list[int]  # of the L activations in the chain
+    places: list[int]  # of the L activations in the chain; those of a graph are at its place
+
+    @property
+    def branches(self) -> bool:
+        """True if there are graphs with activations: then weights read x and all activations before them."""
+        return len({*self.places}) < len(self.places) or any(
+            after.shape[1] != len(before) for before, after in itertools.pairwise(self.weights)
+        )
+
+    @property
+    def units(self) -> int:
+        return sum(map(len, self.weights[:-1]))
+
+    def read_all(self) -> list[Part]:
+        """The weights with their errors, each with columns for x and all activations before it."""
+        widths = itertools.accumulate(map(len, self.weights[:-1]), initial=self.weights[0].shape[1])
+        parts = zip(zip(self.weights, self.errors, strict=True), widths, strict=True)
+        return [widened(part, width, before=True) for part, width in parts]
 
 
 # Modules that leave a vector as it is.
@@ -48,33 +75,110 @@ def in_runs(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Affine, *_SAME) or slope_restricted(module)
 
 
-def slope_runs(network: Network, *, candidates: bool = False) -> list[SlopeRun]:
+class _Open:
+    """A `SlopeRun` that grows.
+
+    ``part`` is the product of the linear layers since the last activation, None right behind one; ``wide`` once a graph
+    has branched: then all matrices read x and all activations before them.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start, self.parts, self.places = start, list[Part](), list[int]()
+        self.part: Part | None = None
+        self.wide = False
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.parts) or self.part is not None
+
+    @property
+    def columns(self) -> int:
+        """Number of x and of all activations so far."""
+        first = self.parts[0] if self.parts else self.part
+        assert first is not None
+        return first[0].shape[1] + sum(len(weight) for weight, _ in self.parts)
+
+    def activated(self, place: int) -> None:
+        """Append an activation behind `part`."""
+        assert self.part is not None
+        self.parts, self.places = [*self.parts, self.part], [*self.places, place]
+        self.part = self._units(len(self.part[0])) if self.wide else None
+
+    def _units(self, count: int) -> Part:
+        """The last ``count`` activations, as a matrix of all columns."""
+        one = torch.eye(count, dtype=torch.float64)
+        return widened((one, torch.zeros_like(one)), self.columns, before=True)
+
+    def branched(self, graph: Graph, shape: Shape, place: int) -> None:
+        """Append a graph with activations: their rows, and its output as `part`."""
+        one = torch.eye(math.prod(shape), dtype=torch.float64)
+        if not self.begun:
+            self.part = one, torch.zeros_like(one)
+        elif self.part is None:
+            self.part = self._units(len(one))
+        elif self.part[0].ndim == 1:
+            self.part = _composed(one, self.part)
+        self.part, self.wide = widened(self.part, self.columns, before=True), True
+
+        def activated(module: nn.Module, value: Part, size: Shape) -> Part:
+            self.parts = [*self.parts, widened(value, self.columns)]
+            self.places = [*self.places, place]
+            return self._units(len(value[0]))
+
+        def moved(act: Action, module: nn.Module, given: Sequence[Part], shapes: Sequence[Shape]) -> Part:
+            return mapped(act, [widened(value, self.columns) for value in given], shapes)
+
+        self.part = widened(walked(graph, [self.part], [shape], activated, moved), self.columns)
+
+    def finished(self, stop: int, multipliers: Mapping[int, Tensor]) -> SlopeRun:
+        assert self.part is not None
+        weights, errors = zip(*self.parts, self.part, strict=True)
+        left = {place: multipliers[place] for place in self.places}  # of a graph: those of its activations in turn
+        used = []
+        for weight, place in zip(weights, self.places, strict=False):
+            alone = self.places.count(place) == 1 or len(left[place]) == 1
+            used.append(left[place] if alone else left[place][: len(weight)])
+            left[place] = left[place] if alone else left[place][len(weight) :]
+        return SlopeRun(self.start, stop, [*weights], [*errors], used, [*self.places])
+
+
+def _branches(module: nn.Module, shape: Shape) -> bool:
+    """True for a graph of linear modules and slope-restricted activations, not too large."""
+    return type(module) is Graph and units(module, shape, slope_restricted) < math.inf
+
+
+def slope_runs(network: Network, *, candidates: bool = False, branches: bool = True) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Consecutive linear layers, and scalings between them, count as one layer. A run without activations counts if its
-    last layer carries a multiplier, whose values are not used. ``candidates`` adds all runs without multipliers.
+    Consecutive linear layers, and scalings between them, count as one layer. A graph of linear modules and activations
+    is part of a run if it has a multiplier, which holds those of its units; ``branches=False`` leaves such graphs out.
+    A run without activations counts if its last layer carries a multiplier, whose values are not used. ``candidates``
+    adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
-    runs, start = dict[int, SlopeRun](), 0  # by their starts
-    parts: list[tuple[Tensor, Tensor]] = []  # the weights, with errors, before each of the activations at these places
-    places: list[int] = []
-    part: tuple[Tensor, Tensor] | None = None  # the product of the linear layers since the last activation
+    runs, run = dict[int, SlopeRun](), _Open(0)  # by their starts
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
+        run = run if run.begun else _Open(i)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
         linear, error = linear_graph(module, before) or (_linear_map(module, before, vectors), None)
-        if linear is not None and (parts or part or linear.ndim == 2):
-            start = start if parts or part else i
-            part = _composed(linear, part, error)
+        if linear is not None and (run.begun or linear.ndim == 2):
+            run.part = _composed(linear, run.part, error)
             if linear.ndim == 2:
-                weights, errors = zip(*parts, part, strict=True)
-                used = [multipliers[k] for k in places]
-                runs[start] = SlopeRun(start, i + 1, [*weights], [*errors], used, [*places])
-        elif part and part[0].ndim == 2 and slope_restricted(module) and i in multipliers:
-            parts, places, part = [*parts, part], [*places, i], None
+                runs[run.start] = run.finished(i + 1, multipliers)
+        elif run.part and run.part[0].ndim == 2 and slope_restricted(module) and i in multipliers:
+            run.activated(i)
+        elif (
+            type(module) is Graph
+            and branches
+            and i in multipliers
+            and units(module, before, slope_restricted) < math.inf
+        ):
+            run.branched(module, before, i)
+            runs[run.start] = run.finished(i + 1, multipliers)
         elif not (vectors and type(module) in _SAME):
-            parts, places, part = [], [], None
+            run = _Open(i + 1)
     return [run for run in runs.values() if run.multipliers or run.stop - 1 in multipliers]
 
 

@@ -1,24 +1,30 @@
-"""The matrix of a `Graph` that is linear as a whole: heads of one value, sums, concatenations, moves."""
+"""Graphs of linear modules and scalar activations: a walk over them, and the matrix of one that is linear."""
 
 import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, value_shapes
+from lipkit.modules.network import Network
 from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean
+from lipkit.modules.registry import output_shape
 from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
-from lipkit.proof.roundoff import gamma, to_double, up
+from lipkit.proof.roundoff import gamma, known, to_double, up
 
 LARGEST = 2**22
 """Most entries of a matrix."""
+
+MOST_ROWS = 3000
+"""Most inputs, units and outputs in one LMI."""
 
 
 class Action(NamedTuple):
@@ -63,7 +69,7 @@ ACTIONS: dict[type[nn.Module], Callable[[Any, Shape], Action]] = {
         (Concatenate, Expand, nn.Flatten, Pad, Permute, Piece, Reshape, Roll), lambda node, shape: Action(node, node)
     ),
 }  # fmt: skip
-"""What each linear module and join does to a sample of a shape, that of its first value."""
+"""The action of each linear module and join on samples; the shape is that of its first value."""
 
 Known = tuple[Tensor, Tensor]
 """Values in float64, (count, *shape), and a bound of the error of each entry."""
@@ -80,6 +86,60 @@ def acted(act: Action, given: Sequence[Known]) -> Known:
     return act.of(*found), error
 
 
+def mapped(act: Action, parts: Sequence[Known], shapes: Sequence[Shape]) -> Known:
+    """`acted` on matrices, each column a value of one of these shapes; an error that is not known is infinite."""
+    rows = [(a.mT.reshape(-1, *size), e.mT.reshape(-1, *size)) for (a, e), size in zip(parts, shapes, strict=True)]
+    found, error = acted(act, rows)
+    return found.flatten(1).mT, known(error.flatten(1).mT)
+
+
+T = TypeVar("T")
+
+
+def walked(
+    module: Any, given: Sequence[T], shapes: Sequence[Shape], activated: Callable[[Any, T, Shape], T],
+    moved: Callable[[Action, Any, Sequence[T], Sequence[Shape]], T],
+) -> T:  # fmt: skip
+    """The value behind a module whose `units` are known, from the values that it reads, of these shapes.
+
+    ``activated(activation, value, shape)`` and ``moved(action, module, values, shapes)`` make new values.
+    """
+    kind, value, shape = type(module), given[0], shapes[0]
+    if kind is Network:
+        for child in module:
+            value, shape = walked(child, [value], [shape], activated, moved), output_shape(child, shape)
+        return value
+    if kind is Graph:
+        values, sizes = [value], value_shapes(module, shape)
+        for node, read in zip(module.nodes, module.sources, strict=True):
+            values.append(walked(node, [values[k] for k in read], [sizes[k] for k in read], activated, moved))
+        return values[-1]
+    if kind in ACTIVATIONS:
+        return activated(module, value, shape)
+    return moved(ACTIONS[kind](module, shape), module, given, shapes)
+
+
+def units(module: Any, shape: Shape, takes: Callable[[Any], bool]) -> float:
+    """The number of units of a graph of linear modules, and of activations that it ``takes``; inf for other graphs.
+
+    It is inf for a value of more than `MOST_ROWS` entries, too.
+    """
+    kind = type(module)
+    if math.prod(shape) > MOST_ROWS:
+        return math.inf
+    if kind is Network:
+        total, size = 0.0, shape
+        for child in module:
+            total, size = total + units(child, size, takes), output_shape(child, size)
+        return total
+    if kind is Graph:
+        sizes = value_shapes(module, shape)
+        return sum(units(node, sizes[read[0]], takes) for node, read in zip(module.nodes, module.sources, strict=True))
+    if kind in ACTIVATIONS:
+        return math.prod(shape) if takes(module) else math.inf
+    return 0.0 if kind in ACTIONS else math.inf
+
+
 def linear_graph(module: nn.Module, shape: Shape) -> Known | None:
     """The matrix (outputs, inputs) of a linear `Graph`, float64, with a bound of each entry's error.
 
@@ -90,9 +150,9 @@ def linear_graph(module: nn.Module, shape: Shape) -> Known | None:
     shapes, inputs = value_shapes(module, shape), math.prod(shape)
     if inputs * max(map(math.prod, shapes)) > LARGEST:
         return None
-    units = torch.eye(inputs, dtype=torch.float64).reshape(inputs, *shape)
-    values = [(units, torch.zeros_like(units))]  # responses to the unit vectors, one after the other
+    one = torch.eye(inputs, dtype=torch.float64)
+    values = [(one, torch.zeros_like(one))]
     for node, read in zip(module.nodes, module.sources, strict=True):
-        values.append(acted(ACTIONS[type(node)](node, shapes[read[0]]), [values[k] for k in read]))
-    matrix, error = (value.flatten(1).mT for value in values[-1])
-    return matrix, error
+        act = ACTIONS[type(node)](node, shapes[read[0]])
+        values.append(mapped(act, [values[k] for k in read], [shapes[k] for k in read]))
+    return values[-1]

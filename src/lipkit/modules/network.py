@@ -56,8 +56,9 @@ class Network(nn.Sequential):
         modules: plain modules, applied in order.
         input_shape: shape of one input, without the batch; another one raises ``ShapeError``.
         multipliers: for activations between linear layers, by index in the flat chain: positive diagonals ``(n,)`` of
-            the LMI (``lipkit.bounds.lmi``) that bounds the whole run of linear layers. They travel with the network
-            and are a claim that is checked, never trusted.
+            the LMI (``lipkit.bounds.lmi``) that bounds the whole run of linear layers; at a `Graph` those of all its
+            activations, one after the other. They travel with the network and are a claim that is checked, never
+            trusted.
 
     Attributes:
         input_range: (low, high) of every entry of the inputs that the network was made for, such as (0, 1) of images;

@@ -98,7 +98,7 @@ def export_copy(module: nn.Module, input_shape: Shape) -> nn.Module:
 # Functions that are registered later, by modules that import this one:
 # "lipschitz", "export": of a module with its own forward pass (`lipkit.lowering.structure`);
 # "limited": limits products to what a box can reach; "refused": refuses products without limits (`products`);
-# "tight": the gain by LipSDP (`lipkit.certificates.gains`);
+# "tight": adds the multipliers of LipSDP (`lipkit.certificates.gains`);
 # "constant": copies a module with constant weights (`lipkit.lowering.copies`).
 LATER: dict[str, Callable[..., Any]] = {}
 
@@ -160,7 +160,7 @@ def lipschitz(module: nn.Module, input_shape: Shape | None = None, *, tight: boo
             if input_shape is None:
                 raise ShapeError("tight=True: expected an input_shape, such as (12,), or an exported network, got none")
             module = export(LATER["constant"](module).double(), checked_shape(input_shape))
-        return LATER["tight"](module)
+        module = LATER["tight"](module)
     with without_autocast():
         module = settled(module)
         rule = _rule(module, "lipschitz")
