@@ -15,7 +15,7 @@ from torch import nn
 
 import lipkit
 from lipkit.bounds.lmi import lmi_matrix
-from lipkit.certificates import lipsdp
+from lipkit.certificates import lipsdp, local_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Add, Affine, Graph, Network, Reshape
@@ -387,3 +387,41 @@ def test_gains_of_weights_of_every_size_are_upper_bounds(sizes: tuple[float, ...
         assert Fraction(proof.gain) <= true * Fraction(1001, 1000)
     bound = float(lipschitz(lipsdp.attach(network, proof.multipliers)))
     assert bound == math.inf or Fraction(bound) >= true
+
+
+def residual(width: int) -> Graph:
+    return Graph([nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, width), Add(1, 1)], [[0], [1], [2], [0, 3]])
+
+
+def doubled(width: int) -> Graph:
+    return Graph([nn.Linear(width, width), Add(1, 1)], [[0], [0, 1]])
+
+
+TOKENS: dict[str, Callable[[int, int, int], list[nn.Module]]] = {
+    "a block between": lambda t, i, d: [nn.Linear(i, d), residual(d), nn.Linear(d, 2)],
+    "a block behind an activation": lambda t, i, d: [
+        nn.Linear(i, d),
+        nn.ReLU(),
+        residual(d),
+        nn.ReLU(),
+        nn.Linear(d, 2),
+    ],
+    "a block first": lambda t, i, d: [residual(i), nn.Linear(i, 2)],
+    "a linear graph": lambda t, i, d: [nn.Linear(i, d), nn.ReLU(), doubled(d), nn.ReLU(), nn.Linear(d, 2)],
+    "a linear graph first": lambda t, i, d: [doubled(i), nn.ReLU(), nn.Linear(i, 3)],
+    "two blocks": lambda t, i, d: [nn.Linear(i, d), nn.ReLU(), nn.Linear(d, 2), residual(2), nn.ReLU(), residual(2)],
+    "rows that are joined": lambda t, i, d: [nn.Linear(i, d), residual(d), nn.Flatten(), nn.Linear(t * d, 2)],
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize(("tokens", "inputs", "width"), [(1, 3, 4), (3, 3, 6), (2, 6, 3), (3, 2, 2)])
+def test_layers_of_rows_beside_graphs_of_whole_samples(name: str, tokens: int, inputs: int, width: int) -> None:
+    torch.manual_seed(0)
+    network = Network([m.double() for m in TOKENS[name](tokens, inputs, width)], (tokens, inputs)).eval()
+    gain = lipsdp.solve(network).gain
+    x = 4 * torch.rand(300, tokens, inputs, dtype=torch.float64) - 2
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda v: network(v[None])[0].flatten()))(x).flatten(2)
+    slope = float(torch.linalg.matrix_norm(jacobians, 2).max())
+    for found in (gain, local_gain(network, (-2.0, 2.0))):
+        assert slope <= found <= float(lipschitz(network))

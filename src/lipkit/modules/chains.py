@@ -18,7 +18,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.linear_graph import Action, linear_graph, mapped, units, walked
+from lipkit.modules.linear_graph import MOST_ROWS, Action, linear_graph, mapped, units, walked
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
@@ -79,13 +79,14 @@ class _Open:
     """A `SlopeRun` that grows.
 
     ``part`` is the product of the linear layers since the last activation, None right behind one; ``wide`` once a graph
-    has branched: then all matrices read x and all activations before them.
+    has branched: then all matrices read x and all activations before them. ``by_rows``: layers map each row of a sample
+    alone, and matrices are of one row.
     """
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, by_rows: bool = False) -> None:
         self.start, self.parts, self.places = start, list[Part](), list[int]()
         self.part: Part | None = None
-        self.wide = False
+        self.wide, self.by_rows = False, by_rows
 
     @property
     def begun(self) -> bool:
@@ -96,7 +97,20 @@ class _Open:
         """Number of x and of all activations so far."""
         first = self.parts[0] if self.parts else self.part
         assert first is not None
-        return first[0].shape[1] + sum(len(weight) for weight, _ in self.parts)
+        return first[0].shape[1] + self.units
+
+    @property
+    def units(self) -> int:
+        return sum(len(weight) for weight, _ in self.parts)
+
+    def takes(self, count: int) -> bool:
+        """True if `part` is a matrix and, where all matrices read everything, so many more units are not too many."""
+        known = self.part is not None and self.part[0].ndim == 2
+        return known and (not self.wide or self.units + count <= MOST_ROWS)
+
+    def branches(self, graph: Graph, shape: Shape) -> bool:
+        """True for a graph of linear modules and slope-restricted activations, if the units are not too many."""
+        return self.units + units(graph, shape, slope_restricted) <= MOST_ROWS
 
     def activated(self, place: int) -> None:
         """Append an activation behind `part`."""
@@ -142,11 +156,6 @@ class _Open:
         return SlopeRun(self.start, stop, [*weights], [*errors], used, [*self.places])
 
 
-def _branches(module: nn.Module, shape: Shape) -> bool:
-    """True for a graph of linear modules and slope-restricted activations, not too large."""
-    return type(module) is Graph and units(module, shape, slope_restricted) < math.inf
-
-
 def slope_runs(network: Network, *, candidates: bool = False, branches: bool = True) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
@@ -160,21 +169,18 @@ def slope_runs(network: Network, *, candidates: bool = False, branches: bool = T
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
-        run = run if run.begun else _Open(i)
+        by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
+        if not run.begun or (run.by_rows != by_rows and type(module) in (nn.Linear, Graph)):
+            run = _Open(i, by_rows)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
         linear, error = linear_graph(module, before) or (_linear_map(module, before, vectors), None)
         if linear is not None and (run.begun or linear.ndim == 2):
             run.part = _composed(linear, run.part, error)
             if linear.ndim == 2:
                 runs[run.start] = run.finished(i + 1, multipliers)
-        elif run.part and run.part[0].ndim == 2 and slope_restricted(module) and i in multipliers:
+        elif run.part and run.takes(len(run.part[0])) and slope_restricted(module) and i in multipliers:
             run.activated(i)
-        elif (
-            type(module) is Graph
-            and branches
-            and i in multipliers
-            and units(module, before, slope_restricted) < math.inf
-        ):
+        elif type(module) is Graph and i in multipliers and branches and run.branches(module, before):
             run.branched(module, before, i)
             runs[run.start] = run.finished(i + 1, multipliers)
         elif not (vectors and type(module) in _SAME):
