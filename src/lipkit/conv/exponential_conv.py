@@ -170,7 +170,7 @@ def exponential_conv2d(
         if autocast_on(x):
             counts.pop("frequencies", None)
             counts["features"] /= HALF_GAIN  # their convolutions run in the dtype of autocast
-        way = min((cost, each) for each, cost in counts.items())[1]
+        way = min([(cost, each) for each, cost in counts.items()])[1]  # a list: torch.compile traces no generator
     if way == "features":
         folded = fold(kernel, h, w)
         padded = F.pad(x, (0, 0, 0, 0, 0, c - given))
