@@ -1,6 +1,6 @@
-"""The tables of docs/lipsdp.md: what the LMI's proof of a gain costs, what it gains over the product of norms.
+"""The tables of docs/lab/lipsdp.md: what the LMI's proof of a gain costs, what it gains over the product of norms.
 
-    python benchmarks/lipsdp.py > docs/lipsdp.md
+    python benchmarks/lipsdp.py > docs/lab/lipsdp.md
 
 Process time on one thread; about six minutes of it in all.
 """
@@ -145,7 +145,7 @@ scalings, several products, heads that are summed or concatenated) counts as one
 multipliers to the network, and `lipkit.lipschitz` then uses them: for three public ACAS Xu networks the gain falls by
 factors of 51 to 572.
 
-Made by `python benchmarks/lipsdp.py > docs/lipsdp.md`: process time on one thread of a shared 2-core x86-64
+Made by `python benchmarks/lipsdp.py > docs/lab/lipsdp.md`: process time on one thread of a shared 2-core x86-64
 machine, random networks (entries of variance 1 / inputs, ReLU, float64). `N` is the total width, inputs and
 outputs included. (`solve` reduces inputs beyond the first hidden width, 784 to 190, by a QR factorisation.)
 `product` is that of the layers' norms; `ratio` is the product over the proved gain.

@@ -50,7 +50,7 @@ def tight(network: Network, *, units: int = 2048) -> Network:
     Args:
         network: result of ``lipkit.export``.
         units: most hidden units in one LMI (2,048 take two minutes); a run with more is bounded piece by piece, and a
-            wider layer by its norm: ``docs/lipsdp.md`` shows what this costs.
+            wider layer by its norm: ``docs/lab/lipsdp.md`` shows what this costs.
 
     Guarantee:
         That of ``lipschitz``, which proves the multipliers' claim; the gain is never above the one without them.

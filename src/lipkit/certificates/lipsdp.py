@@ -165,7 +165,7 @@ def solve(network: Network, *, units: int | None = None) -> GainProof:
         :class:`GainProof`; never a gain that :func:`verify` has not proved, and never above the product of norms.
 
     Cost:
-        Grows with the cube of the total width: see ``docs/lipsdp.md`` for measured times.
+        Grows with the cube of the total width: see ``docs/lab/lipsdp.md`` for measured times.
 
     >>> net = Network([nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)], (3,))
     >>> proof = solve(net)
