@@ -370,7 +370,7 @@ def test_formats_of_multipliers() -> None:
     network.carry(1, torch.ones(2).to(torch.float8_e4m3fn))
     assert float(lipschitz(network)) == expected
     network.carry(1, torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(OptionError, match="multiplier 0: expected real entries, got torch.complex64"):
+    with pytest.raises(OptionError, match="multiplier 0: expected real entries, got"):
         lipschitz(network)
     with pytest.raises(OptionError, match="expected the index or path of an activation"):
         lipsdp.attach(network, {"9" * 5000: torch.ones(2)})
