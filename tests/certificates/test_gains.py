@@ -431,6 +431,19 @@ def test_graphs_of_other_modules_count_by_their_constants() -> None:
     assert float(lipschitz(wide, tight=True)) == math.inf
 
 
+@pytest.mark.parametrize("module", [modules.MaxMin(), Roll(1, 1)])
+@pytest.mark.parametrize("first", [True, False])
+def test_modules_of_constant_one_mix_entries(module: nn.Module, first: bool) -> None:
+    """MaxMin moves entry 2 to output 1, which no weight shows: there is no matrix, and the gain counts it."""
+    layer = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(2))
+    network = Network([module, layer] if first else [layer, module], (2,))
+    with pytest.raises(NoRuleError, match="expected dense layers"):
+        gain_matrix(network)
+    assert 1 <= local_gain(network, (-1.0, 1.0)) <= 1 + 1e-9
+
+
 def test_broken_proofs_of_branches_are_found() -> None:
     (run,) = gains._parts(branching(3), (-0.5, 0.5), None)
     gain, multipliers = run.least()

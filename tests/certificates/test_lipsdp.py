@@ -347,6 +347,35 @@ def test_refusals() -> None:
         lipsdp.solve(network)
 
 
+@pytest.mark.parametrize("branches", [False, True])
+def test_multipliers_at_the_ends_of_float64_are_no_crash(branches: bool) -> None:
+    """Eigenvalues that do not converge propose no gain: the norms remain."""
+    torch.manual_seed(0)
+
+    def block() -> Graph:
+        return Graph([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), Add(1, 1)], [[0], [1], [2], [0, 3]])
+
+    middle = [block(), block()] if branches else []
+    network = Network([nn.Linear(3, 3), nn.Tanh(), *middle, nn.Linear(3, 2)], (3,)).double()
+    norms = float(lipschitz(network))
+    for first, rest in ((1e308, 1e-308), (5e-324, 5e-324), (1e305, 1e305), (5e-324, 1e308)):
+        for i, n in ((1, 3), (2, 4), (3, 4)) if branches else ((1, 3),):
+            network.carry(i, torch.tensor([first, *[rest] * (n - 1)], dtype=torch.float64))
+        assert float(lipschitz(network)) <= norms * (1 + 1e-12)
+
+
+def test_formats_of_multipliers() -> None:
+    network = Network([nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)], (2,))
+    expected = float(lipschitz(lipsdp.attach(network, [torch.ones(2)])))
+    network.carry(1, torch.ones(2).to(torch.float8_e4m3fn))
+    assert float(lipschitz(network)) == expected
+    network.carry(1, torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(OptionError, match="multiplier 0: expected real entries, got"):
+        lipschitz(network)
+    with pytest.raises(OptionError, match="expected the index or path of an activation"):
+        lipsdp.attach(network, {"9" * 5000: torch.ones(2)})
+
+
 def test_matrix_matches_its_definition() -> None:
     w0, w1 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])
     expected = [[5.0, 0, -7, 0], [0, 5, -14, 0], [-7, -14, 14, -3], [0, 0, -3, 5]]

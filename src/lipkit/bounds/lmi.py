@@ -70,9 +70,13 @@ def _checked(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple[
     for k, m in enumerate(multipliers):
         if tuple(m.shape) != (weights[k].shape[0],):
             raise ShapeError(f"multiplier {k}: expected shape ({weights[k].shape[0]},), got {tuple(m.shape)}")
+        if m.is_complex():
+            raise OptionError(f"multiplier {k}: expected real entries, got {m.dtype}")
+    diagonals = [to_double(m.detach()) for m in multipliers]
+    for k, m in enumerate(diagonals):
         if not bool((torch.isfinite(m) & (m > 0)).all()):
             raise OptionError(f"multiplier {k}: expected positive finite entries, got {m.min():g} to {m.max():g}")
-    return [to_double(w.detach()) for w in weights], [to_double(m.detach()) for m in multipliers]
+    return [to_double(w.detach()) for w in weights], diagonals
 
 
 def lmi_matrix(weights: Sequence[Tensor], multipliers: Sequence[Tensor], gain: float) -> Tensor:
@@ -245,16 +249,8 @@ def couplings(weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> tuple
     return h[:n0, inner] @ half, h[inner.stop :, inner] @ half
 
 
-def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
-    r"""Nearly the smallest gain that these multipliers prove, or ``inf``. Arguments: see `proves_gain`.
-
-    Guarantee:
-        Upper bound, proved in floating point: an eigenvalue proposes gamma, then :func:`proves_gain` decides.
-    """
-    weights, multipliers = _checked(weights, multipliers)
-    if not all(bool(torch.isfinite(w).all()) for w in weights):
-        return math.inf
-    blocks = _Blocks(weights, multipliers, errors)
+def _guess(blocks: _Blocks, weights: Sequence[Tensor], multipliers: Sequence[Tensor]) -> float:
+    """Nearly the smallest gain that the multipliers prove."""
     guess = blocks.guess() if multipliers else float(torch.linalg.matrix_norm(weights[0], 2))
     if not guess >= 0:
         coupling, inputs = torch.cat(couplings(weights, multipliers)), weights[0].shape[1]
@@ -265,6 +261,25 @@ def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors:
         if not bool(joint.isfinite().all()):
             return math.inf
         guess = float(torch.linalg.eigvalsh(joint)[-1])
+    return guess
+
+
+def gain_bound(weights: Sequence[Tensor], multipliers: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> float:
+    r"""Nearly the smallest gain that these multipliers prove, or ``inf``. Arguments: see `proves_gain`.
+
+    Guarantee:
+        Upper bound, proved in floating point: an eigenvalue proposes gamma, then :func:`proves_gain` decides.
+    """
+    weights, multipliers = _checked(weights, multipliers)
+    if not all(bool(torch.isfinite(w).all()) for w in weights):
+        return math.inf
+    blocks = _Blocks(weights, multipliers, errors)
+    try:
+        guess = _guess(blocks, weights, multipliers)
+    except torch.linalg.LinAlgError:  # of multipliers at the ends of float64
+        return math.inf
+    if not math.isfinite(guess):
+        return math.inf
     guess = max(guess, 1e-240)  # a diagonal below `_SMALL` proves nothing
     width = sum(len(m) for m in multipliers) + (0 if blocks.eliminated else weights[0].shape[1] + len(weights[-1]))
     # A factorisation needs an allowance of gamma_2n times the trace: smaller slacks are hopeless.

@@ -188,7 +188,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[Run]:
     assert run.last is not None
     if units is None and run.last.map is not None:
         run.last = run.last.full()
-    return [part for part in (*found, run.finished()) if part.weights or part.constant != 1]
+    return [*found, run.finished()]
 
 
 def box_ends(box: Box, shape: Shape, name: str = "box") -> tuple[Tensor, Tensor]:

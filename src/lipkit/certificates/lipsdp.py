@@ -217,7 +217,7 @@ def attach(network: Network, multipliers: Mapping[Place, Tensor] | Sequence[Tens
     for place, values in multipliers.items():
         path, _, index = str(place).rpartition(".")
         parts = {name: part for name, part in attached.named_modules() if type(part) is Network}
-        if path not in parts or not index.isdecimal():
+        if path not in parts or not index.isdecimal() or len(index) > 9:
             raise OptionError(f"multipliers: expected the index or path of an activation, got {place!r}")
         parts[path].carry(int(index), values)
     return attached
