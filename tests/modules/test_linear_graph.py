@@ -22,7 +22,7 @@ exact = np.vectorize(Fraction, otypes=[object])
 
 
 def rational(node: Any, values: list[Any], sign: Any = lambda number: number) -> Any:
-    """What the node makes of values of one sample, exactly and without its shift; ``sign=abs``: of moduli alone."""
+    """The exact output of a node for one sample, without its shift; with ``sign=abs``, of the moduli of its numbers."""
     x = values[0]
     match node:
         case nn.Linear():

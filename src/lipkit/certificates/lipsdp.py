@@ -117,7 +117,7 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
 
 def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
     """Cut a run at activations into pieces of at most ``units`` hidden units."""
-    if units is None or sum(len(w) for w in run.weights[:-1]) <= units:
+    if units is None or run.units <= units:
         yield run
         return
     begin = used = 0

@@ -29,13 +29,10 @@ from lipkit.bounds.lmi_solver import GainProgram, repaired
 from lipkit.certificates.relaxation import curve_of, derivative
 from lipkit.lowering import lipschitz
 from lipkit.modules.activations import slope_restricted
-from lipkit.modules.chains import _composed, widened
+from lipkit.modules.chains import Part, _composed, widened
 from lipkit.modules.linear_graph import MOST_ROWS, Action, mapped, walked
 from lipkit.modules.registry import Shape
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, up
-
-Part = tuple[Tensor, Tensor]
-"""A matrix or a vector (a diagonal), and a bound of the error of each entry."""
 
 
 def moduli_of(part: Part) -> Tensor:

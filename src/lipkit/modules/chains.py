@@ -103,10 +103,11 @@ class _Open:
     def units(self) -> int:
         return sum(len(weight) for weight, _ in self.parts)
 
-    def takes(self, count: int) -> bool:
-        """True if `part` is a matrix and, where all matrices read everything, so many more units are not too many."""
-        known = self.part is not None and self.part[0].ndim == 2
-        return known and (not self.wide or self.units + count <= MOST_ROWS)
+    def takes_activation(self) -> bool:
+        """True if `part` is a matrix and, where all matrices read everything, its units are not too many."""
+        if self.part is None or self.part[0].ndim != 2:
+            return False
+        return not self.wide or self.units + len(self.part[0]) <= MOST_ROWS
 
     def branches(self, graph: Graph, shape: Shape) -> bool:
         """True for a graph of linear modules and slope-restricted activations, if the units are not too many."""
@@ -178,7 +179,7 @@ def slope_runs(network: Network, *, candidates: bool = False, branches: bool = T
             run.part = _composed(linear, run.part, error)
             if linear.ndim == 2:
                 runs[run.start] = run.finished(i + 1, multipliers)
-        elif run.part and run.takes(len(run.part[0])) and slope_restricted(module) and i in multipliers:
+        elif slope_restricted(module) and i in multipliers and run.takes_activation():
             run.activated(i)
         elif type(module) is Graph and i in multipliers and branches and run.branches(module, before):
             run.branched(module, before, i)
@@ -198,7 +199,7 @@ def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None
     return scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim)).expand(shape).flatten()
 
 
-def _composed(left: Tensor, part: tuple[Tensor, Tensor] | None, off: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _composed(left: Tensor, part: Part | None, off: Tensor | None = None) -> Part:
     """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error.
 
     ``off`` bounds the error of each entry of ``left``.
