@@ -47,10 +47,11 @@ windows that share an input. What only moves numbers: sqrt of the most copies of
 **Theorem 7 (residual).** y = x + W2 s(W1 x), E = W2 + W1* l^2: I - W1* l^2 D W1 has norm <= max(1, ||l W1||^2 - 1),
 so the constant is at most that plus ||E|| ||W1||. Parts of maps, as zero padding takes them, have no larger norms.
 
-**Theorem 8 (run of dense layers, LMI).** z_0 = x, z_k = D_k W_k-1 z_k-1, y = W_N z_N, l_k > 0 diagonal. From z_k' l_k
-(W_k-1 z_k-1 - z_k) >= 0: if g |z_0|^2 - |W_N z_N|^2 / g - 2 sum z_k' l_k (W_k-1 z_k-1 - z_k) >= 0 for all z, the gain
-is at most g. Eliminating z_0 leaves H >= 0, block tridiagonal, which is scaled by a diagonal (a congruence) and
-proved by a factor found in any way: H - c I = L L' + R with ||R||_inf <= c implies H >= 0.
+**Theorem 8 (LMI of a run).** Linear parts and activations with slopes in [0, 1], in a chain or in graphs: z_0 = x, z_k
+the value of activation k, v_k = sum_j V_kj z_j what it acts on, y = sum_j Y_j z_j, for changes, so without biases.
+z_k' l_k (v_k - z_k) >= 0 for diagonal l_k > 0. If g |x|^2 - |y|^2 / g - 2 sum z_k' l_k (v_k - z_k) >= 0 for all z, the
+gain is at most g. Where y does not read x, z_0 is eliminated. What is left, H >= 0, is scaled by a diagonal (a
+congruence) and proved by a factor found in any way: H - c I = L L' + R with ||R||_inf <= c implies H >= 0.
 
 **Theorem 9 (radius).** |(f_t - f_i)(x') - (f_t - f_i)(x)| <= K ||x' - x||, K = min(sqrt(2) L, L_body ||w_t - w_i||),
 so r = min_i (y_t - y_i - sqrt(2) e) / K with y the computed logits and e their error radius.
@@ -390,7 +391,7 @@ class Node:
     def __init__(self, shape, norm, forward=None, a=0, each=0, *, own=None, blocks=None, room=0):
         self.shape, self.norm, self.forward, self.blocks = shape, up(Fraction(norm)), forward, blocks
         self.a, self.b = up(Fraction(a)), up(each * ones(*shape))
-        self.own, self.room, self.gain = own or self._rounded, max(room, math.prod(shape)), self.norm
+        self.own, self.room = own or self._rounded, max(room, math.prod(shape))
         spend(self.room + 512, f"an activation of shape {shape}")
         need(min(shape) >= 1 and self.norm < 1 << 1100, f"an activation of shape {shape} and constant below 2^1100")
 
@@ -1270,7 +1271,7 @@ def wired(shape, parts, sources):
         elif i in cuts:
             known.append({cuts[i]: Fraction(1)})
         else:
-            known.append({s: up(part.gain * a) for s, a in known[read[0]].items()})
+            known.append({s: up(part.norm * a) for s, a in known[read[0]].items()})
     norm = settled([known[-1]], known, whole=True)[()]
 
     def own(c):
@@ -1304,12 +1305,15 @@ def graph(config, get, shape):
         if part.get("type") in JOINS:
             arguments(part)
             parts.append(join(part, below, given))
+            parts[-1].kind = part["type"]
         else:
             need(len(read) == 1, f"module {i}, no join, reads values {read}")
             parts.append(build(part, below, given[0]))
         shapes.append(parts[-1].shape)
         spend(len(read) * parts[-1].room, f"an activation of shape {shapes[-1]}")
-    return wired(shape, parts, sources)
+    node = wired(shape, parts, sources)
+    node.parts = parts
+    return node
 
 
 JOINS = ("Add", "Blend", "Concatenate", "Maximum", "Product", "MatrixProduct")
@@ -1395,13 +1399,14 @@ def network(config, get, shape):
     need(config["input_shape"] == list(shape), f"a network for {config['input_shape']}, got {shape}")
     for i, part in enumerate(config["modules"]):
         nodes.append(build(part, get.at(str(i)), nodes[-1].shape if nodes else shape))
-    node = chain(nodes or [Node(shape, 1, lambda c: c)])
-    node.parts, node.multipliers = nodes, {}
+    multipliers = {}
     need("Network" not in {part["type"] for part in config["modules"]}, "a network with a network in its chain")
     places = {*map(str, range(len(nodes)))}
     for i, n in config["multipliers"].items():
         need(i in places and type(n) is int, f"multiplier {i} of {n!r:.80} numbers")
-        node.multipliers[int(i)] = get(f"multiplier{i}", (n,))
+        multipliers[int(i)] = get(f"multiplier{i}", (n,))
+    node = improved(chain(nodes or [Node(shape, 1, lambda c: c)]), up(with_runs(nodes, multipliers, shape)))
+    node.parts = nodes
     return node
 
 
@@ -1479,6 +1484,207 @@ def build(config, get, shape):
     return node
 
 
+# --- matrix inequalities ----------------------------------------------------------------------------------------------
+
+SAME = {"Affine", "Flatten", "Reshape"}  # of vectors
+LINEAR = SAME | {"Linear", "Mean", "Expand", "Pad", "Permute", "Piece", "Roll", "Add", "Blend", "Concatenate"}
+
+
+def units(node):
+    """The number of values behind activations in a node of Theorem 8; inf if it has other parts."""
+    if node.kind in ("Graph", "Network"):
+        return sum(map(units, node.parts))
+    return 0 if node.kind in LINEAR else math.prod(node.shape) if restricted(node) else math.inf
+
+
+def with_runs(nodes, multipliers, shape):
+    """The constant of a chain, in which the longest runs with multipliers count by their inequalities."""
+    shapes, marks = [shape, *(node.shape for node in nodes)], ""
+    for i, (node, before, after) in enumerate(zip(nodes, shapes, shapes[1:], strict=False)):
+        vectors = all(math.prod(s) == s[-1] for s in (before, after))
+        if node.kind == "Linear":
+            marks += "D" if math.prod(before) == before[-1] else "R"  # R: it acts on each row of a sample
+        elif node.kind == "Graph" and (units(node) == 0 or (i in multipliers and units(node) < math.inf)):
+            marks += "D"
+        else:
+            marks += "a" if i in multipliers and restricted(node) else "s" if vectors and node.kind in SAME else "."
+    norm = math.prod(node.norm for node in nodes)
+    for start, stop in (run.span() for run in re.finditer("D(?:[Dsa]*D)?|R(?:[Ra]*R)?", marks)):
+        alone, given = nodes[start:stop], {i - start: m for i, m in multipliers.items() if start <= i < stop}
+        if given and (product := math.prod(node.norm for node in alone)):
+            found = lmi(*unrolled(alone, given, shapes[start], marks[start] == "R"), product)
+            norm = norm / product * min(product, found)
+    return norm
+
+
+def unrolled(nodes, multipliers, shape, by_rows):
+    """V, the diagonals l and Y of Theorem 8, for nodes, multipliers by their places, and the shape of the input.
+
+    A row of V, and Y, is a dict {j: (the matrix, transposed: images of unit vectors; the l2 error of each image)}. Of
+    layers ``by_rows`` only the first row of a sample is looked at: the others stay 0.
+    """
+    rows, weights = [], []
+
+    def vectors(k, shape):
+        count = shape[-1] if by_rows else math.prod(shape)
+        spend(count * math.prod(shape), f"a matrix inequality of {count} rows")
+        return {k: (ops.of(np.eye(count, math.prod(shape)))[0].reshape(count, *shape), Fraction(0))}
+
+    def behind(node, given):
+        if node.kind in ("Graph", "Network"):
+            reads = node.config["sources"] if node.kind == "Graph" else [[j] for j in range(len(node.parts))]
+            for part, read in zip(node.parts, reads, strict=True):
+                given = [*given, behind(part, [given[j] for j in read])]
+            return given[-1]
+        if node.kind in LINEAR:
+            return {j: moved(node, given, j) for j in sorted(set().union(*given))}
+        rows.append(flat(given[0]))
+        return vectors(len(rows), node.shape)
+
+    def flat(form):
+        count = None if not by_rows else next(iter(form.values()))[0].shape[-1]
+        return {j: (columns.reshape(len(columns), -1)[:, :count], error) for j, (columns, error) in form.items()}
+
+    form = vectors(0, shape)
+    for i, node in enumerate(nodes):
+        form = behind(node, [form])
+        sizes = [next(iter(row.values()))[0].shape[1] for row in rows[len(weights) :]]
+        if sizes:
+            value, count = ops.of(multipliers[i])[0], sum(sizes)
+            need(len(value) in (1, count), f"multipliers of {count} units, got {len(value)}")
+            weights += np.split(np.broadcast_to(value, count), np.cumsum(sizes)[:-1])
+    return rows, weights, flat(form)
+
+
+def moved(node, forms, j):
+    """What a linear node, without its shift, makes of the matrices of z_j in the values that it reads."""
+    count = next(len(form[j][0]) for form in forms if j in form)
+    spend(count * node.room, f"a matrix inequality of {count} rows")
+    given = []
+    for form in forms:
+        like = next(iter(form.values()))[0]
+        given.append(form.get(j, (np.zeros((count, *like.shape[1:]), like.dtype), Fraction(0))))
+    if isinstance(node, Join):
+        y, lost = node.forward([c for c, _ in given])
+        return y, up(node.error([e for _, e in given]) + lost)
+    ((c, e),) = given
+    if node.kind == "Linear" and not e:
+        w, off, *_ = node.blocks
+        vectors = c.reshape(-1, w.shape[2])
+        used = vectors != 0
+        if (used.sum(1) <= 1).all() and (vectors[used] == ops.of(1.0)[0]).all():  # unit vectors: exact columns of w
+            return ops.dot(vectors, w[0]).reshape(len(c), *node.shape), off * ones(*node.shape)
+    (y, e), (shift, off) = node.run(c, e), node.run(np.zeros_like(c[:1]), Fraction(0))
+    y = ops.add(y, -shift)
+    return y, up(e + off + ops.rounding(1) * length(y))
+
+
+def lmi(rows, multipliers, out, most):
+    """Theorem 8: a gain of what `unrolled` returns, near the smallest that these multipliers prove, or ``most``."""
+    if not 2**-500 < most < 2**500 or not all((v > 0).all() for v in multipliers):
+        return most
+    kept, inputs = [*({0} & {*out}), *range(1, len(rows) + 1)], len((rows or [out])[0][0][0])  # the first reads x
+    # The congruence: any positive numbers, here l^-1/2, and one of the size of g^-1/2 for x.
+    first, steps = ops.near(1 / root(most)), ops.rounding(8)
+    d = [np.full(inputs, first), *(ops.inverse(ops.sqrt(v)) for v in multipliers)]
+
+    def scaled(a, h, *factors):
+        """The product of a, whose rows err by h in l2, with the factors, and a bound of its error in the same norm."""
+        size, lost = largest(a), Fraction(0)
+        for factor in factors:
+            big = largest(factor)
+            a, h, lost, size = ops.scale(a, factor), h * big, lost * big + ops.unit, size * big
+        return a, h * ones(len(a)) + (lost + steps * size) * ones(*a.shape)
+
+    ends = np.cumsum([0, *(len(d[j]) for j in kept)])
+    here = {j: np.arange(start, stop) for j, start, stop in zip(kept, ends, ends[1:], strict=False)}
+    spend(8 * int(ends[-1]) ** 2, f"a matrix inequality of {ends[-1]} rows")
+    h, error = np.zeros((ends[-1], ends[-1]), d[0].dtype), Fraction(0)
+    eliminated = []  # (places, a factor A of A A^T / g, which is subtracted, its error)
+    for k, (row, value) in enumerate(zip(rows, multipliers, strict=True), 1):
+        h[here[k], here[k]], lost = scaled(2 * value, Fraction(0), d[k], d[k])
+        error += lost
+        for j, (columns, e) in row.items():
+            if j not in here:
+                block, lost = scaled(columns, e, value, d[k])
+                eliminated.append((here[k], block.T, lost))
+                continue
+            block, lost = scaled(columns, e, value, d[k], d[j][:, None])
+            h[np.ix_(here[j], here[k])], h[np.ix_(here[k], here[j])] = -block, -block.T
+            error += lost
+    read = [(here[j], *scaled(columns, e, d[j][:, None])) for j, (columns, e) in out.items()]
+    grams = []  # (places, A A^T, and a bound of its error)
+    for parts in filter(None, (eliminated, read)):
+        places, blocks, errors = zip(*parts, strict=True)
+        places, a, lost = np.concatenate(places), np.concatenate(blocks), sum(errors)
+        square = ops.rowsum(a) * ops.rowsum(a.T)  # at least ||A||^2
+        off = lost * (2 * root(square) + lost) + ops.rounding(a.shape[1]) * square + len(a) * ops.unit
+        grams.append((np.ix_(places, places), ops.dot(a, a), off))
+
+    def loss(inverse):
+        """A bound of the errors of what is subtracted, in the l2 norm."""
+        each = (inverse * (off + ops.rounding(2) * ops.rowsum(gram)) + len(gram) * ops.unit for _, gram, off in grams)
+        return error + sum(each)
+
+    def seems(gain):
+        """Whether `positive` will hold, as floating point sees it, which proves nothing."""
+        unit = float(ops.near(Fraction(1)))
+        trial = h / unit
+        if 0 in here:
+            trial[here[0], here[0]] = (float(first) / unit) ** 2 * gain
+        for place, gram, _ in grams:
+            trial[place] -= gram / (unit * gain)
+        size = Fraction(float(np.abs(trial).sum(-1).max()))
+        shift = float(room(len(trial), size, loss(1 / Fraction(gain)) + ops.rounding(8) * size))
+        try:
+            return np.linalg.cholesky(trial - shift * np.eye(len(trial))) is not None
+        except np.linalg.LinAlgError:
+            return False
+
+    low, high = float(most) / (1 << 40), float(most)
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if seems(middle) else (middle, high)
+    for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
+        inverse = ops.near(1 / (Fraction(high) * (1 + slack)))  # 1 / inverse is the gain that is proved
+        inverse_exact = ops.number(inverse)
+        need(inverse_exact > 0, "a gain that is not finite")
+        trial, lost = h.copy(), loss(inverse_exact)
+        if 0 in here:
+            exact = ops.number(first) ** 2 / inverse_exact
+            trial[here[0], here[0]] = ops.near(exact)
+            lost += abs(exact - ops.number(ops.near(exact)))
+        for place, gram, _ in grams:
+            trial[place] -= ops.scale(gram, inverse)
+        if positive(trial, lost + ops.rounding(8) * ops.rowsum(trial)):
+            return up(1 / inverse_exact)
+    return most
+
+
+def room(n, size, error):
+    """A shift of an n x n matrix with row sums up to ``size`` that leaves room for its error and for a factor's."""
+    return error * Fraction(65, 64) + size / 10**12 + n * n * ops.unit
+
+
+def positive(h, error):
+    """True if every symmetric matrix within spectral distance ``error`` of h is proved positive semidefinite."""
+    h = symmetric(h)
+    n, allowed = len(h), room(len(h), ops.rowsum(h), error)
+    for _ in range(5):
+        c = ops.near(allowed)
+        try:
+            left = ops.factor(h - c * np.eye(n, dtype=h.dtype))
+        except (np.linalg.LinAlgError, Refused):
+            return False
+        rest = h - c * np.eye(n, dtype=h.dtype) - symmetric(ops.dot(left, left))
+        size = ops.rowsum(left) * ops.rowsum(left.T) + ops.rowsum(h) + ops.number(c)
+        lost = ops.rounding(n + 4) * size + n * ops.unit
+        if ops.rowsum(rest) + lost + error <= ops.number(c):
+            return True
+        allowed *= 8  # the shift has to cover what the factor loses
+    return False
+
+
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
@@ -1507,35 +1713,21 @@ class Tensors:
 class Network:
     """The network of a configuration, its constant ``gain``, and ``body``, the constant of all but the last layer."""
 
-    def __init__(self, config, tensors, claimed=None, classes=True):
+    def __init__(self, config, tensors, classes=True):
         need(config.get("type") == "Network" and config["modules"], "no Network at the top")
         ops.left = FREE + SHARE * sum(a.size for a in tensors.values())
         get, shape = Tensors(tensors), tuple(config["input_shape"])
         spend(math.prod(shape), f"input shape {shape}")
         top = build(config, get, shape)
-        self.nodes, multipliers = top.parts, top.multipliers
+        self.nodes, self.gain = top.parts, top.norm
         unused = set(tensors) - get.used
         need(not unused, f"tensors that no module has: {sorted(unused)[:3]}")
-        self.gain = up(math.prod(node.gain for node in self.nodes))
-        run = self._run(multipliers)
-        if run:
-            rest = math.prod(node.gain for i, node in enumerate(self.nodes) if not run[0] <= i <= run[-1])
-            layers, given = [self.nodes[i] for i in run[::2]], [multipliers[i] for i in run[1::2]]
-            found = lmi(layers, given, (claimed or self.gain) / rest)
-            self.gain = min(self.gain, up(found * rest)) if found else self.gain
         last = self.nodes[-1]
         self.rows = last.blocks[0][0] if last.kind == "Linear" and len(last.shape) == 1 else None
-        self.body = up(math.prod(node.gain for node in self.nodes[:-1]))
+        self.body = up(math.prod(node.norm for node in self.nodes[:-1]))
         if classes:
             need(len(last.shape) == 1 and last.shape[0] >= 2, f"logits of shape {last.shape}")
             spend(last.shape[0] ** 2 << 4, f"pairs of {last.shape[0]} classes")
-
-    def _run(self, multipliers):
-        """Indices of the longest run: dense layer, activation with a multiplier, dense layer, ..."""
-        usable = {i for i in multipliers if restricted(self.nodes[i])}
-        dense = [n.kind == "Linear" and len(n.shape) == 1 for n in self.nodes]
-        marks = "".join("D" if d else "a" if i in usable else "." for i, d in enumerate(dense))
-        return max((range(*run.span()) for run in re.finditer("D(aD)+", marks)), key=len, default=())
 
     def logits(self, x, batch):
         """Yield the logits of each batch of float32 samples, and the radius of their error."""
@@ -1555,76 +1747,6 @@ class Network:
         error = 2 * self.nodes[-1].blocks[1] * root(Fraction(self.rows.shape[1]))
         distances = ([far * (1 + ops.rounding(1)) + error for far in ops.lengths(w - self.rows)] for w in self.rows)
         return [[up(min(whole, self.body * far)) for far in row] for row in distances]
-
-
-def lmi(layers, multipliers, target):
-    """Theorem 8: a proved gain of a run of dense layers, a little above ``target``; None if no proof succeeds."""
-    w, errors = [n.blocks[0][0] for n in layers], [n.blocks[1] for n in layers]
-    values = [ops.of(m)[0] for m in multipliers]
-    if not all((v > 0).all() for v in values):
-        return None
-    d = [ops.inverse(ops.sqrt(v)) for v in values]  # the congruence: any positive numbers, here l^-1/2
-    steps = ops.rounding(8)
-
-    def scaled(a, h, *factors):
-        """The product of a, whose entries err by h, with the factors, and a bound of the error of its entries."""
-        size = largest(a)
-        for factor in factors:
-            big = largest(factor)
-            a, h = ops.scale(a, factor), h * big + ops.unit
-            size *= big
-        return a, h + steps * size
-
-    ends, count = np.cumsum([0, *map(len, d)]), sum(map(len, d))
-    spend(8 * count * count, f"a matrix inequality of {count} rows")
-    h, error = np.zeros((count, count), w[0].dtype), Fraction(0)
-    for k, (value, s) in enumerate(zip(values, d, strict=True)):
-        here = slice(ends[k], ends[k + 1])
-        diagonal, lost = scaled(2 * value, Fraction(0), s, s)
-        h[here, here] += np.diag(diagonal)
-        error = max(error, lost)
-        if k:
-            before = slice(ends[k - 1], ends[k])
-            block, lost = scaled(w[k], errors[k], value[:, None], s[:, None], d[k - 1])
-            h[here, before], h[before, here] = -block, -block.T
-            error += lost * (ends[k + 1] - ends[k - 1])
-    last, lost = scaled(w[-1], errors[-1], d[-1])
-    ends_scaled = scaled(w[0], errors[0], values[0][:, None], d[0][:, None]), (np.ascontiguousarray(last.T), lost)
-    grams = []  # (A A^T, and a bound of its error) of the first block of rows, then of the last
-    for a, lost in ends_scaled:
-        size = ops.rowsum(a) * ops.rowsum(a.T)
-        off = 2 * lost * ops.rowsum(a) * a.shape[0] + lost * lost * a.size
-        grams.append((ops.dot(a, a), ops.rounding(a.shape[1]) * size + off + len(a) * ops.unit))
-    for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
-        inverse = ops.near(1 / (target * (1 + slack)))  # any number near it: 1 / inverse is the gain that is proved
-        inverse_exact = ops.number(inverse)
-        need(inverse_exact > 0, "a gain that is not finite")
-        trial, lost = h.copy(), error
-        for place, (gram, off) in zip((slice(0, ends[1]), slice(ends[-2], None)), grams, strict=True):
-            trial[place, place] -= ops.scale(gram, inverse)
-            lost += inverse_exact * off + len(gram) * ops.unit + ops.rounding(2) * inverse_exact * ops.rowsum(gram)
-        if positive(trial, lost + ops.rounding(8) * ops.rowsum(trial)):
-            return up(1 / inverse_exact)
-    return None
-
-
-def positive(h, error):
-    """True if every symmetric matrix within spectral distance ``error`` of h is proved positive semidefinite."""
-    h = symmetric(h)
-    n, allowed = len(h), error * Fraction(65, 64) + ops.rowsum(h) / 10**12
-    for _ in range(5):
-        c = ops.near(allowed)
-        try:
-            left = ops.factor(h - c * np.eye(n, dtype=h.dtype))
-        except (np.linalg.LinAlgError, Refused):
-            return False
-        rest = h - c * np.eye(n, dtype=h.dtype) - symmetric(ops.dot(left, left))
-        size = ops.rowsum(left) * ops.rowsum(left.T) + ops.rowsum(h) + ops.number(c)
-        lost = ops.rounding(n + 4) * size + n * ops.unit
-        if ops.rowsum(rest) + lost + error <= ops.number(c):
-            return True
-        allowed *= 8  # the shift has to cover what the factor loses
-    return False
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -1794,7 +1916,7 @@ def load_samples(spec, root_folder):
 def check_gain(config, tensors, digest, gain, say):
     """Check the claim that the network has this gain: returns (claims confirmed, claims not confirmed)."""
     need(0 <= gain < math.inf, f"a finite gain, got {gain}")
-    own = Network(config["network"], tensors, Fraction(gain), classes=False).gain
+    own = Network(config["network"], tensors, classes=False).gain
     good = own <= Fraction(gain) * (1 + TOLERANCE)
     word = "confirmed" if good else "REFUSED"
     say(f"{word}  gain: claimed {gain:.9g}, proved here {float(own):.9g}; network {digest[:16]}")
@@ -1837,9 +1959,8 @@ def check(folder, spec=None, root_folder=None, count=None, exact=False, say=prin
     if gain is not None:
         return check_gain(*load_network(Path(folder)), gain, say)
     header, rows, config, tensors, digest, x, y = load_run(Path(folder), spec, root_folder)
-    claimed = Fraction(header["constant"])
-    network = Network(config["network"], tensors, claimed)
-    least = [("constant", claimed, network.gain)]
+    network = Network(config["network"], tensors)
+    least = [("constant", Fraction(header["constant"]), network.gain)]
     if header.get("body_constant") is not None:
         least.append(("body_constant", Fraction(header["body_constant"]), network.body))
     short = [(key, value, own) for key, value, own in least if own > value * (1 + TOLERANCE)]

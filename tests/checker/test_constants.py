@@ -226,3 +226,113 @@ def test_blocks_of_a_fourier_layer_are_not_multiplied_by_those_of_a_convolution(
     tensors = {"first.real": np.zeros((4, 1, 1)), "first.pair": pair, "multiplier": np.ones(1), "first.bias": [100.0]}
     found = constant(config, (1, 8, 8), **tensors, **{"second.weight": wave.reshape(1, 1, 1, 8)})
     assert found >= 16 * (1 - 1e-12)
+
+
+def skip(n: int, units: int, activation: dict[str, Any], bias: bool = False) -> dict[str, Any]:
+    """x + W2 s(W1 x), as a graph."""
+    first, second = ({"type": "Linear", "in_features": a, "out_features": b, "bias": bias}
+                     for a, b in ((n, units), (units, n)))  # fmt: skip
+    modules = [first, activation, second, {"type": "Add", "signs": [1, 1]}]
+    return {"type": "Graph", "modules": modules, "sources": [[0], [1], [2], [0, 3]]}
+
+
+def gain(modules: list[dict[str, Any]], shape: list[int], **tensors: Any) -> float:
+    """The constant of a network whose tensors named multiplierI are those of its module I."""
+    stored = {name.replace("__", "."): np.asarray(value, np.float64) for name, value in tensors.items()}
+    multipliers = {name[10:]: len(value) for name, value in stored.items() if name.startswith("multiplier")}
+    config = {"type": "Network", "input_shape": shape, "multipliers": multipliers, "modules": modules}
+    return float(k.Network(config, stored, classes=False).gain)
+
+
+RELU = {"type": "ReLU"}
+
+
+@pytest.mark.parametrize("arithmetic", [k.Floats, k.Integers])
+def test_one_inequality_of_a_residual_block(arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # x - s(x) has slopes 0 and 1, x + s(x) slopes 1 and 2; the product takes 2 for both.
+    for sign, multiplier, best in ((-1.0, 1.0, 1.0), (-1.0, 4.0, None), (1.0, 1.0, 2.0), (1.0, 0.1, 2.0)):
+        monkeypatch.setattr(k, "ops", arithmetic())
+        stored = {"0__nodes__0__weight": [[1.0]], "0__nodes__2__weight": [[sign]], "multiplier0": [multiplier]}
+        biases = {"0__nodes__0__bias": [5.0], "0__nodes__2__bias": [-7.0]}
+        for more in ({}, biases):
+            found = gain([skip(1, 1, RELU, bool(more))], [1], **stored, **more)
+            assert (best or 1.0) <= found <= (best or 2.0) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("arithmetic", [k.Floats, k.Integers])
+def test_no_multipliers_prove_less_than_the_steepest_slope(arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(6):
+        monkeypatch.setattr(k, "ops", arithmetic())
+        draw = np.random.default_rng(seed)
+        rows, n, units = int(draw.integers(1, 3)), 2, 3
+        w1, w2, last = (draw.normal(size=s) for s in ((units, n), (n, units), (3, rows * n)))
+        slopes = np.array([*np.ndindex(*[2] * (rows * units))], float)
+        inner = np.eye(rows * n) + np.kron(np.eye(rows), w2) @ (slopes[..., None] * np.kron(np.eye(rows), w1))
+        modules = (
+            [skip(n, units, RELU), {"type": "Flatten", "start_dim": 1, "end_dim": -1}]
+            if rows > 1
+            else [skip(n, units, RELU)]
+        )
+        modules += [linear(rows * n) | {"out_features": 3}]
+        stored = {"0__nodes__0__weight": w1, "0__nodes__2__weight": w2, f"{len(modules) - 1}__weight": last}
+        shape = [rows, n] if rows > 1 else [n]
+        for multiplier in np.exp(draw.normal(size=(3, rows * units))):
+            found = gain(modules, shape, **stored, multiplier0=multiplier)
+            true = np.linalg.norm(last @ inner, 2, (-2, -1)).max()
+            assert true <= found <= gain(modules, shape, **stored) * (1 + 1e-9)
+
+
+def test_a_chain_within_a_graph_is_in_its_inequality() -> None:
+    chain = {"type": "Network", "input_shape": [1], "multipliers": {}, "modules": [linear(), RELU, linear()]}
+    graph = {"type": "Graph", "modules": [chain, {"type": "Add", "signs": [1, 1]}], "sources": [[0], [0, 1]]}
+    stored = {"0__nodes__0__0__weight": [[2.0]], "0__nodes__0__2__weight": [[-0.5]], "multiplier0": [0.25]}
+    assert 1 <= gain([graph], [1], **stored) <= 1 + 1e-6
+
+
+def test_shifts_are_no_part_of_an_inequality() -> None:
+    # x - s(x), where x passes through two layers on its way to s; the product is 2.
+    modules = [linear() | {"bias": True}] * 2 + [RELU, linear(), {"type": "Add", "signs": [1, -1]}]
+    graph = {"type": "Graph", "modules": modules, "sources": [[0], [1], [2], [3], [0, 4]]}
+    stored = {"0__weight": [[2.0]], "0__bias": [5.0], "1__weight": [[0.5]], "1__bias": [-7.0], "3__weight": [[1.0]]}
+    stored = {f"0__nodes__{name}": value for name, value in stored.items()}
+    assert 1 <= gain([graph], [1], **stored, multiplier0=[1.0]) <= 1 + 1e-6
+
+
+def test_layers_by_rows_have_the_gain_of_a_row() -> None:
+    relu = [linear(2), RELU, linear(2)]
+    stored = {"0__weight": [[1.0, 1.0], [1.0, -1.0]], "2__weight": [[0.5, 0.5], [0.5, -0.5]], "multiplier1": [0.5, 0.5]}
+    alone, rows = gain(relu, [2], **stored), gain(relu, [3, 2], **stored)
+    assert 1 <= alone < 1.4
+    assert alone == pytest.approx(rows, rel=1e-6)
+
+
+def test_runs_count_one_by_one() -> None:
+    # Between them stands a module of constant 1/2 that no inequality knows.
+    softmax = {"type": "Softmax", "dim": 1}
+    modules = [skip(1, 1, RELU), softmax, skip(1, 1, RELU)]
+    weights = {f"{i}__nodes__{j}__weight": [[float(j - 1)]] for i in (0, 2) for j in (0, 2)}
+    stored = weights | {"multiplier0": [1.0], "multiplier2": [1.0]}
+    assert 0.5 <= gain(modules, [1], **stored) <= 0.5 * (1 + 1e-6)
+    nested = {"type": "Network", "input_shape": [1], "multipliers": {"0": 1}, "modules": [skip(1, 1, RELU)]}
+    inner = {"0__0__nodes__0__weight": [[1.0]], "0__0__nodes__2__weight": [[-1.0]], "0__multiplier0": [1.0]}
+    graph = {"type": "Graph", "modules": [nested, {"type": "Add", "signs": [1, 1]}], "sources": [[0], [0, 1]]}
+    inner = {f"0__nodes__{name}": value for name, value in inner.items()}
+    assert 2 <= gain([graph], [1], **inner) <= 2 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("steep", [{"type": "LeakyReLU", "negative_slope": 2.0}, {"type": "ELU", "alpha": 2.0}])
+def test_no_inequality_for_activations_with_other_slopes(steep: dict[str, Any]) -> None:
+    weights = {"0__weight": [[1.0]], "2__weight": [[1.0]], "multiplier1": [1.0]}
+    assert gain([linear(), steep, linear()], [1], **weights) >= 2
+    stored = {"0__nodes__0__weight": [[1.0]], "0__nodes__2__weight": [[1.0]], "multiplier0": [1.0]}
+    assert gain([skip(1, 1, steep)], [1], **stored) >= 3
+
+
+def test_errors_of_matrices_are_in_the_inequality() -> None:
+    one, exact, known = np.ones((1, 1)), Fraction(0), Fraction(1, 10)
+    assert 1.1 <= k.lmi([], [], {0: (one, known)}, Fraction(3)) <= 1.3
+    for first, second in ((known, exact), (exact, known)):
+        found = k.lmi([{0: (one, first)}], [np.array([0.5])], {1: (one, second)}, Fraction(3))
+        assert 1.1 <= found <= 1.5
+    both = k.lmi([{0: (one, exact)}, {1: (one, known)}], [np.ones(1) * 0.7] * 2, {2: (one, exact)}, Fraction(9))
+    assert 1.1 <= both < 9

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 import lipkit
 import lipkit_check as k
 from lipkit import layers, models, modules
+from lipkit.certificates import tight
 from lipkit.layers import families
 from lipkit.layers.families import names
 from lipkit.networks import resolved
@@ -348,6 +350,25 @@ def test_a_gain_is_confirmed_of_a_saved_network_without_certificate(case: int, t
     said = capsys.readouterr().out
     assert said.startswith("REFUSED  gain: claimed")
     assert float(re.findall(r"proved here ([\d.e+-]+)", said)[0]) >= found * 0.999
+
+
+def dense(*sizes: int, activation: type[nn.Module] = nn.ReLU) -> list[nn.Module]:
+    made = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    return [part for layer in made for part in (layer, activation())][:-1]
+
+
+@pytest.mark.parametrize(("parts", "shape"), [
+    ([nn.Linear(3, 4), layers.Residual(nn.Sequential(*dense(4, 6, 4))), nn.ReLU(), nn.Linear(4, 2)], (3,)),
+    ([layers.Residual(nn.Sequential(*dense(4, 6, 4, activation=nn.Tanh))), *dense(4, 2)], (3, 4)),
+    ([*dense(3, 5, 3), nn.GELU(), *dense(3, 5, 5, 2)], (3,)),  # two inequalities
+    ([nn.Softmax(-1), layers.Residual(nn.Sequential(*dense(3, 5, 3), nn.GELU()))], (2, 3)),  # one within a graph
+], ids=["blocks", "tokens", "two", "within"])  # fmt: skip
+def test_the_gain_of_tight_is_confirmed(parts: list[nn.Module], shape: tuple[int, ...], tmp_path: Path) -> None:
+    proved = tight(lipkit.export(nn.Sequential(*parts), shape))
+    gain = float(lipkit.lipschitz(proved))
+    lipkit.save(proved, tmp_path)
+    assert k.main([str(tmp_path), "--gain", str(gain)]) == 0
+    assert k.main([str(tmp_path), "--gain", str(gain * 0.9999)]) == 1  # the same multipliers prove no less
 
 
 def test_no_gain_is_confirmed_beyond_the_tolerance_or_of_other_numbers(tmp_path: Path, capsys: Any) -> None:
