@@ -70,6 +70,11 @@ Jacobian I - s A* H A, 0 <= H <= l, has its eigenvalues in [1 - s l ||A||^2, 1].
 [0, 1] are such F. So is attraction, u_i to the mean of d / sqrt(1 + |d|^2) over d = u_i - u_j: H = B* D B / n with
 0 <= D <= 1 and ||B||^2 = n, so l = 1; an error of gamma in a term counts |u_i| + |u_j|.
 
+**Theorem 12 (systems over T steps).** (v, x+, y) = M (w, x, u) + b, w = s(v), x_0 = 0. For P >= 0, diagonal l >= 0, and
+q = 2 w' l (v - w) (slopes in [0, 1]) or L^2 v' l v - w' l w (constant L), changes have q >= 0. If x+' P x+ - a^2 x' P x
++ |y|^2 / g - g |u|^2 + q <= 0, then sum a^-2t (|y_t|^2 - g^2 |u_t|^2) <= 0, so the gain is at most g max(1, a)^(T-1).
+By Schur complements this is H >= 0, where x+, y (and v) have rows and columns of their own.
+
 **Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's,
 not FFT); exp, log, log1p, tanh, erf, sin and cos within 16 units in the last place (smooth activations only, which
 ``--exact`` refuses); Python's integers, hashlib and json; this file.
@@ -1394,6 +1399,56 @@ def spread(config, get, shape):
     return improved(node, spectral(ops.add(product, -eye), error))
 
 
+def recurrent(config, get, shape):
+    """Theorem 12: the gain alone; values are not computed."""
+    n, m, nx, size = (config[k] for k in ("in_features", "out_features", "states", "block"))
+    need(len(config["units"]) == 2 and all(type(k) is int and k >= 0 for k in config["units"]), "two numbers of units")
+    need(len(shape) == 2 and shape[1] == n, f"sequences of {n} numbers, got {shape}")
+    (nv, nw), gain, rate = config["units"], Fraction(config["gain"]), Fraction(config["rate"])
+    need(nv % size == 0 and (size >= nv or nv == nw), f"blocks of {size} of {nv} units")
+    need(gain > 0 < rate and shape[0] < 2000, "a gain and a rate above 0, and sequences of less than 2000 steps")
+    rows, lower = get("matrix", (nv + nx + m, nw + nx + n)), get("metric", (nx, nx))
+    weight, _ = get("multiplier", (nv,)), get("bias", (nv + nx + m,))
+    phi = build(config["phi"], get.at("phi"), (nv or 1,))
+    need(not nv or phi.shape == (nw,), f"{nw} numbers behind {nv} units, got {phi.shape}")
+    if phi.kind not in {"ReLU", "LeakyReLU", "HalfAbs", *SMOOTH}:  # those act on each unit alone
+        need(size >= nv, "one block of units")
+        weight = np.repeat(weight[:1], nv)
+    order = np.arange(max(nv, nw)) // size
+    rows[:nv, :nw] *= order[:nv, None] > order[:nw]  # units read those of earlier blocks
+    rows, off = ops.of(rows)
+    (v, s, o), p, lam = np.split(rows, [nv, nv + nx]), symmetric(ops.of(lower)[0]), ops.of(weight)[0]
+    before, after = nw + nx + n, nw + 2 * nx + n  # w, x, u; then rows for x+, for y, and for v
+    slopes, given = not nv or restricted(phi), [gain, rate * rate, Fraction(1) if not nv else phi.norm]
+    count = after + m + (0 if slopes else nv)
+    spend(8 * count * count, f"a matrix inequality of {count} rows")
+    near = [ops.near(value) for value in given]
+    moved, product = ops.scale(v, lam[:, None]), ops.dot(p, np.ascontiguousarray(s.T))
+    h = np.zeros((count, count), p.dtype)  # the lower triangle
+    h[nw : nw + nx, nw : nw + nx], h[before:after, before:after] = ops.scale(p, near[1]), p
+    h[before:after, :before], h[after : after + m, :before] = product, o
+    h[:nw, :nw] = np.diag((1 + slopes) * (lam if nv == nw else np.repeat(lam[:1], nw)))
+    if slopes and nv:
+        h[:nw, :nw] -= moved[:, :nw]
+        h[nw:before, :nw] = -moved[:, nw:].T
+    elif not slopes:
+        h[after + m :, :before], h[after + m :, after + m :] = ops.scale(moved, near[2]), np.diag(lam)
+    h = symmetric(h)
+    # Errors: of the product P S, of the stored numbers, of the three numbers that are only near, and of roundings.
+    sizes = [ops.rowsum(a) for a in (p, s, s.T, o, *((moved, moved.T) if nv else ()))]
+    error = ops.rounding(nx) * sizes[0] * root(sizes[1] * sizes[2]) + (nx + 8) * count * ops.unit
+    error += off * (sizes[0] + 1 + largest(lam) * (1 + given[2])) * ones(count, before)
+    error += max(abs(ops.number(a) - b) for a, b in zip(near, given, strict=True)) * (1 + sum(sizes))
+    for slack in (Fraction(k, 10**9) for k in (0, 1, 30, 1000, 5000, 10**5, 10**7)):
+        trial, found = h.copy(), ops.near(gain * (1 + slack))
+        for start, stop in ((nw + nx, before), (after, after + m)):
+            trial[start:stop, start:stop] += found * np.eye(stop - start, dtype=h.dtype)
+        if positive(trial, error + ops.rounding(8) * ops.rowsum(trial)):
+            whole = max(gain * (1 + slack), ops.number(found)) * max(Fraction(1), rate) ** (shape[0] - 1)
+            return Node((shape[0], m), whole, own=lambda c: need(False, "no values of a Recurrent, only its gain"))
+    raise Refused(f"a Recurrent whose gain of {config['gain']:.9g} is not proved")
+
+
 def network(config, get, shape):
     nodes = []
     need(config["input_shape"] == list(shape), f"a network for {config['input_shape']}, got {shape}")
@@ -1436,6 +1491,7 @@ ROWS = {
     "Flatten": (rearrangement, "start_dim end_dim"), "Reshape": (rearrangement, "shape*"),
     "Roll": (rearrangement, "dim shift"), "Pad": (rearrangement, "padding*"), "Expand": (rearrangement, "shape*"),
     "Shift2d": (rearrangement, "channels moved"), "Graph": (graph, "modules% sources%"),
+    "Recurrent": (recurrent, "in_features out_features states units% block phi! gain. rate."),
     "Network": (network, "modules% input_shape* multipliers!"),
 }  # fmt: skip
 KINDS = {kind: rule for kind, (rule, _) in ROWS.items()} | {kind: unary(*row) for kind, row in SMOOTH.items()}
@@ -1443,7 +1499,6 @@ ARGUMENTS = {kind: names for kind, (_, names) in ROWS.items()} | {
     "CELU": "alpha.", "ELU": "alpha.", "Softplus": "beta. threshold.", "Hardtanh": "min_val. max_val.",
     "Softshrink": "lambd.", "GELU": "approximate'", "Add": "signs*", "Concatenate": "dim",
     "MatrixProduct": "rows inner cols",
-    "Recurrent": "in_features out_features states units% block phi! gain. rate.",  # known, but without a rule
 }  # fmt: skip
 ARGUMENTS = {kind: names.split() for kind, names in ARGUMENTS.items()}
 WORDS = {"padding": ("same", "valid"), "padding_mode": PAD, "approximate": ("none", "tanh"), "function": tuple(CURVES)}

@@ -150,6 +150,18 @@ MUTATIONS = [(first, old, new) for first, changes in {
     ("ops.rowsum(rest) + lost + error <= ops.number(c)", "ops.rowsum(rest) + lost + error >= 0"),
     ("ops.rowsum(rest) + lost + error <= ops.number(c)", "ops.rowsum(rest) + lost <= ops.number(c)"),
     ],
+    # systems
+    "constants: system": [
+    ("rows[:nv, :nw] *= order[:nv, None] > order[:nw]", "pass"),
+    ("max(Fraction(1), rate) ** (shape[0] - 1)", "1"),
+    ('need(size >= nv, "one block of units")', "pass"),
+    ("        weight = np.repeat(weight[:1], nv)\n", ""),
+    ("np.diag((1 + slopes) * (lam", "np.diag(2 * (lam"),
+    ("slopes, given = not nv or restricted(phi)", "slopes, given = True"),
+    ("h[nw:before, :nw] = -moved[:, nw:].T", "pass"),
+    ("h[after : after + m, :before] = product, o", "h[after : after + m, :before] = product, 0"),
+    ("h[before:after, :before], h[after : after", "h[:0, :before], h[after : after"),
+    ],
     # files
     "files runs forged_networks: corruptions or json or files or keys or graphs": [
     ('need(start == end and stop', "need(stop"),

@@ -336,3 +336,50 @@ def test_errors_of_matrices_are_in_the_inequality() -> None:
         assert 1.1 <= found <= 1.5
     both = k.lmi([{0: (one, exact)}, {1: (one, known)}], [np.ones(1) * 0.7] * 2, {2: (one, exact)}, Fraction(9))
     assert 1.1 <= both < 9
+
+
+def system(rows: Any, phi: dict[str, Any], steps: int = 3, **changes: Any) -> float:
+    """The constant of a Recurrent of one input, one output and one state, with a bias and a metric of one."""
+    matrix = np.asarray(rows, np.float64)
+    units = len(matrix) - 2
+    config = {"type": "Recurrent", "in_features": 1, "out_features": 1, "states": 1, "units": [units, units]}
+    config |= {"block": 1, "phi": phi, "gain": 1.0, "rate": 1.0} | changes
+    multiplier = config.pop("multiplier", np.ones(units))
+    tensors = {"matrix": matrix, "bias": np.ones(len(matrix)), "metric": np.ones((1, 1)), "multiplier": multiplier}
+    return constant(config, (steps, 1), **tensors)
+
+
+def test_a_linear_system_has_the_gain_that_its_metric_proves() -> None:
+    half = [[0.5, 1.0], [1.0, 0.0]]  # x+ = x / 2 + u, y = x: a gain of 2, at frequency 0
+    assert 2 <= system(half, RELU, gain=2.0) <= 2 * (1 + 1e-6)
+    with pytest.raises(k.Refused, match=r"a Recurrent whose gain of 1\.9 is not proved"):
+        system(half, RELU, gain=1.9)
+    # x+ = 1.1 x + u over five steps.
+    toeplitz = sum(np.eye(5, k=-i) * 1.1 ** (i - 1) for i in range(1, 5))
+    found = system([[1.1, 1.0], [1.0, 0.0]], RELU, 5, gain=5.0, rate=1.4)
+    assert np.linalg.norm(toeplitz, 2) <= found
+    assert found == pytest.approx(5 * 1.4**4)
+    with pytest.raises(k.Refused, match="not proved"):
+        system([[1.1, 1.0], [1.0, 0.0]], RELU, 5, gain=5.0, rate=1.0)
+
+
+def test_units_of_a_system() -> None:
+    through = [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]  # y = s(u)
+    assert 1 <= system(through, RELU) <= 1 + 1e-6
+    steep = {"type": "LeakyReLU", "negative_slope": -2.0}
+    assert 2 <= system(through, steep, multiplier=[0.5], gain=2.0) <= 2 * (1 + 1e-6)
+    for multiplier in (0.25, 0.375, 0.5):
+        with pytest.raises(k.Refused, match="not proved"):
+            system(through, steep, multiplier=[multiplier], gain=1.5)
+    # y = s(s(u) / 4) / 4 + s(u) / 2; above the diagonal of D11 nothing counts.
+    two = [[0.0, 9.0, 0.0, 1.0], [0.25, 9.0, 0.0, 0.0], [0.0] * 4, [0.5, 0.25, 0.0, 0.0]]
+    assert 0.5625 <= system(two, RELU, gain=0.58, multiplier=[0.54, 0.9]) <= 0.58 * (1 + 1e-6)
+    with pytest.raises(k.Refused, match="not proved"):
+        system(two, RELU, gain=0.55, multiplier=[0.54, 0.9])
+    with pytest.raises(k.Refused, match="one block of units"):
+        system(two, {"type": "Softmax", "dim": 1}, gain=9.0)
+    # A function of two units together has one multiplier: with one for each, y = max(u, 0) would count the first alone.
+    swapped = [[0.0] * 4, [0.0, 0.0, 0.0, 1.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0]]
+    with pytest.raises(k.Refused, match="not proved"):
+        system(swapped, {"type": "MaxMin"}, block=2, multiplier=[2.0, 0.25], gain=0.5)
+    assert 1 <= system(swapped, {"type": "MaxMin"}, block=2, multiplier=[1.0, 0.25]) <= 1 + 1e-6

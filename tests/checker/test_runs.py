@@ -331,7 +331,8 @@ def controller(outputs: int) -> nn.Module:
 GAINS: list[tuple[nn.Module, tuple[int, ...], float]] = [  # the gain that is claimed, above what a search finds
     (controller(2), (3,), 12.0), (controller(1), (3,), 12.0), (models.lbdn([2, 4, 4, 3], 2.0), (2,), 2.0),
     (layers.Residual(layers.CayleyLinear(4, 4)), (4,), 1.0), (layers.CayleyConv2d(2, 4, 3), (2, 6, 6), 1.0),
-    (nn.Sequential(nn.Linear(3, 2), nn.Sigmoid()), (3,), 3.0),
+    (nn.Sequential(nn.Linear(3, 2), nn.Sigmoid()), (3,), 3.0), (layers.R2dn(2, 3, 4, 6), (9, 2), 1.0),
+    (nn.Sequential(layers.Ren(2, 3, 4, 6), nn.Linear(3, 2)), (9, 2), 3.0), (layers.LinearSystem(2, 1, 3), (9, 2), 1.0),
 ]  # fmt: skip
 
 
