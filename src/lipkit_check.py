@@ -271,7 +271,9 @@ class Integers:
         return Fraction(int(v), 1 << PLACES)
 
     def near(self, x):
-        return np.int64((x.numerator << PLACES) // x.denominator)
+        found = (x.numerator << PLACES) // x.denominator
+        need(abs(found) < 1 << 62, "--exact: a number of 2^18 or more")
+        return np.int64(found)
 
     def sqrt(self, a):
         return np.array([math.isqrt(int(v) << PLACES) for v in a.flat], np.int64).reshape(a.shape)
