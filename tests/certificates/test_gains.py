@@ -86,6 +86,26 @@ def test_one_hidden_layer_of_relu_has_the_exact_matrix_of_its_patterns(seed: int
 
 
 @pytest.mark.thorough
+def test_entries_without_a_path_need_no_lmi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two channels side by side: their cross entries are 0 up to rounding, where the solver finds no end."""
+    network = mlp([2, 8, 2])
+    with torch.no_grad():
+        for k, half in enumerate((slice(0, 4), slice(4, 8))):
+            network[0].weight[half, k] = network[2].weight[k, half] = 0
+    turn = nn.Linear(2, 2, bias=False, dtype=torch.float64)  # there and back: products that are 0 up to rounding
+    nn.init.orthogonal_(turn.weight)
+    back = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    back.weight.data = turn.weight.data.mT.contiguous()
+    calls = list[tuple[int, int]]()
+    entry = runs.Run.entry
+    monkeypatch.setattr(runs.Run, "entry", lambda run, i, j: [calls.append((i, j)), entry(run, i, j)][1])
+    found = gain_matrix(Network([turn, back, *network], (2,)))
+    zero = found < 1e-13
+    assert len(calls) == int(zero.sum()) == 2
+    sampled = derivatives(network, inside(-3, 3, 2000, 2)).abs().amax(0)
+    assert bool((sampled[~zero] <= found[~zero] * (1 + 1e-12)).all() & (sampled[zero] == 0).all())
+
+
 def test_where_the_pattern_is_fixed_a_relu_network_is_linear() -> None:
     network = mlp([3, 5, 5, 2], nn.ReLU, 3)
     x = torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)

@@ -140,8 +140,10 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     if not math.isfinite(everywhere):
         return torch.full_like(run.last.jacobian[0], math.inf)
     gain, multipliers = run.least()
-    found = moduli_of(run.last.jacobian).clamp_max(min(gain, everywhere))
-    for i, j in found.nonzero().tolist() if found.numel() <= _MOST_ENTRIES and multipliers else ():
+    gain = min(gain, everywhere)
+    found = moduli_of(run.last.jacobian).clamp_max(gain)
+    more = found > 2.0**-45 * gain  # the others are rounding
+    for i, j in more.nonzero().tolist() if found.numel() <= _MOST_ENTRIES and multipliers else ():
         entry = run.entry(i, j)
         if sum(len(weight) for weight, _ in run.weights[:-1]) <= _MOST_UNITS:
             bound = entry.least(1e-3)[0]
