@@ -86,6 +86,26 @@ def test_one_hidden_layer_of_relu_has_the_exact_matrix_of_its_patterns(seed: int
 
 
 @pytest.mark.thorough
+def test_entries_without_a_path_need_no_lmi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two channels side by side: their cross entries are 0 up to rounding, where the solver finds no end."""
+    network = mlp([2, 8, 2])
+    with torch.no_grad():
+        for k, half in enumerate((slice(0, 4), slice(4, 8))):
+            network[0].weight[half, k] = network[2].weight[k, half] = 0
+    turn = nn.Linear(2, 2, bias=False, dtype=torch.float64)  # there and back: products that are 0 up to rounding
+    nn.init.orthogonal_(turn.weight)
+    back = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    back.weight.data = turn.weight.data.mT.contiguous()
+    calls = list[tuple[int, int]]()
+    entry = runs.Run.entry
+    monkeypatch.setattr(runs.Run, "entry", lambda run, i, j: [calls.append((i, j)), entry(run, i, j)][1])
+    found = gain_matrix(Network([turn, back, *network], (2,)))
+    zero = found < 1e-13
+    assert len(calls) == int(zero.sum()) == 2
+    sampled = derivatives(network, inside(-3, 3, 2000, 2)).abs().amax(0)
+    assert bool((sampled[~zero] <= found[~zero] * (1 + 1e-12)).all() & (sampled[zero] == 0).all())
+
+
 def test_where_the_pattern_is_fixed_a_relu_network_is_linear() -> None:
     network = mlp([3, 5, 5, 2], nn.ReLU, 3)
     x = torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64)
@@ -416,6 +436,60 @@ def test_a_loop_around_a_policy_contracts() -> None:
     assert slope <= local_gain(network, (-0.5, 0.5)) < 1
 
 
+class Stacked(nn.Module):
+    """Three branches, whose mean is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * torch.stack([torch.relu(self.layer(x)), x, -x], 1).mean(1)
+
+
+class Sliced(nn.Module):
+    """A residual block between constants, then every other entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor([1.0, 0.0, 2.0, -1.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(torch.relu(x + 0.3)) * self.scale + 0.5 * x + 3
+        return h.roll(1, 1)[:, ::2]
+
+
+class Mixer(nn.Module):
+    """A residual block on the rows of tokens, one layer on their columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + torch.relu(self.rows(x))
+        h = torch.relu(self.columns(h.transpose(1, 2))).transpose(1, 2)
+        out: Tensor = self.head(h.flatten(1))
+        return out
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Stacked, (3,)), (Sliced, (4,)), (Mixer, (3, 3))])
+def test_linear_modules_in_a_chain_are_layers(make: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    network = lipkit.export(make().double().eval(), shape)
+    x = inside(-1, 1, 2000, math.prod(shape))
+    sampled = torch.func.vmap(torch.func.jacrev(lambda v: network(v.view(1, *shape))[0]))(x)
+    slope = float(torch.linalg.matrix_norm(sampled, 2).amax())
+    assert slope * (1 - 1e-12) <= local_gain(network, (-1.0, 1.0)) <= 1.1 * slope
+    entries = gain_matrix(network, (-1.0, 1.0))
+    assert bool((sampled.abs().amax(0) <= entries * (1 + 1e-12)).all())
+    assert float(entries.sum()) <= 1.2 * float(sampled.abs().amax(0).sum())
+    if make is not Mixer:  # by rows there is a matrix for each row
+        assert slope * (1 - 1e-12) <= float(lipschitz(network, tight=True)) <= 1.1 * slope
+    assert bool((gain_matrix(Network([Roll(1, 1), nn.Flatten()], shape)).sum(0) == 1).all())  # nothing else
+
+
 def test_graphs_of_other_modules_count_by_their_constants() -> None:
     torch.manual_seed(0)
     norm = Graph([nn.LayerNorm(3, eps=0.1), Add(1, 1)], [[0], [0, 1]])
@@ -431,7 +505,7 @@ def test_graphs_of_other_modules_count_by_their_constants() -> None:
     assert float(lipschitz(wide, tight=True)) == math.inf
 
 
-@pytest.mark.parametrize("module", [modules.MaxMin(), Roll(1, 1)])
+@pytest.mark.parametrize("module", [modules.MaxMin(), modules.GroupSort()])
 @pytest.mark.parametrize("first", [True, False])
 def test_modules_of_constant_one_mix_entries(module: nn.Module, first: bool) -> None:
     """MaxMin moves entry 2 to output 1, which no weight shows: there is no matrix, and the gain counts it."""

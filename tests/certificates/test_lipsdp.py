@@ -18,7 +18,7 @@ from lipkit.bounds.lmi import lmi_matrix
 from lipkit.certificates import lipsdp, local_gain
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.lowering import lipschitz
-from lipkit.modules import Add, Affine, Graph, Network, Reshape
+from lipkit.modules import Add, Affine, Graph, Network, Reshape, Roll
 
 
 def mlp(sizes: list[int], activation: type[nn.Module] = nn.ReLU, seed: int = 0, spread: float = 1.0) -> Network:
@@ -362,6 +362,68 @@ def test_multipliers_at_the_ends_of_float64_are_no_crash(branches: bool) -> None
         for i, n in ((1, 3), (2, 4), (3, 4)) if branches else ((1, 3),):
             network.carry(i, torch.tensor([first, *[rest] * (n - 1)], dtype=torch.float64))
         assert float(lipschitz(network)) <= norms * (1 + 1e-12)
+
+
+def scaled(network: Network, first: float, last: float) -> Network:
+    """A network of dense layers with multipliers of its own, its first and its last layer multiplied by these."""
+    network[0].weight.data.mul_(first)
+    network[-1].weight.data.mul_(last)
+    return lipsdp.attach(network, lipsdp.solve(network).multipliers)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1e3, 1e-3])
+def test_multipliers_of_parts_prove_what_the_parts_prove(ratio: float) -> None:
+    """Each part is balanced alone, the run that they make is not: the product of the parts' gains remains."""
+    first, second = scaled(mlp([3, 6, 3]), 1.0, ratio), scaled(mlp([3, 6, 3], seed=1), 1 / ratio, 1.0)
+    layer, scale = nn.Linear(3, 3, bias=False, dtype=torch.float64), Affine(torch.full((3,), ratio), torch.zeros(3))
+    nn.init.orthogonal_(layer.weight, ratio)
+    for parts in (
+        [first, second],
+        [layer, first],
+        [second, layer],
+        [first, scale.double(), second],
+        [first, Roll(1, 1)],
+    ):
+        network = Network(parts, (3,))
+        limit = math.prod(float(lipschitz(part)) for part in parts)
+        jacobians = torch.func.vmap(torch.func.jacrev(lambda v, net=network: net(v[None])[0]))(
+            torch.randn(200, 3).double()
+        )
+        slope, found = float(torch.linalg.matrix_norm(jacobians, 2).max()), float(lipschitz(network))
+        assert slope * (1 - 1e-12) <= found <= limit * (1 + 1e-9)
+        assert lipsdp.verify(network, found * (1 + 1e-9), network.multipliers())
+        assert not lipsdp.verify(network, slope * (1 - 1e-9), network.multipliers())
+        certificate = lipkit.certify(network, torch.randn(2, 3).double(), torch.zeros(2, dtype=torch.int64))
+        assert certificate.constant <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e9])
+def test_multipliers_that_a_narrow_format_loses_leave_the_norms(size: float) -> None:
+    network = mlp([3, 4, 2]).float()
+    given = lipsdp.solve(network).multipliers[1]
+    narrow = Network(list(network), (3,), {1: size * given}).half()
+    assert not bool(((narrow.multiplier(1) > 0) & narrow.multiplier(1).isfinite()).any())  # type: ignore[union-attr,operator]
+    assert float(lipschitz(narrow)) == pytest.approx(float(lipschitz(Network(list(narrow), (3,)))), rel=1e-12)
+
+
+def test_products_at_the_ends_of_float64_have_their_norms() -> None:
+    def layers(*sizes: float) -> list[nn.Module]:
+        made = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in sizes]
+        for layer, size in zip(made, sizes, strict=True):
+            nn.init.constant_(layer.weight, size)
+        return [*made]
+
+    def scaling(size: float) -> Affine:
+        return Affine(torch.tensor([size], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+
+    for parts, true in (
+        ([scaling(1e-200), *layers(1e200, 1e200)], 1e200),  # the layers' product overflows
+        ([scaling(1e-200), *layers(1e200, 1e200), nn.ReLU(), *layers(1e-300)], 1e-100),
+        ([scaling(1e300), *layers(1e-170, 1e-170)], 1e-40),
+    ):
+        network = Network(parts, (1,))
+        norms = float(lipschitz(network))
+        assert true * (1 - 1e-12) <= float(lipschitz(network, tight=True)) <= norms <= true * (1 + 1e-12)
 
 
 def test_formats_of_multipliers() -> None:

@@ -24,7 +24,7 @@ from lipkit.modules import Graph, Network
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.chains import _SAME, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
-from lipkit.modules.linear_graph import MOST_ROWS
+from lipkit.modules.linear_graph import ACTIONS, MOST_ROWS
 from lipkit.modules.linear_graph import units as units_of
 from lipkit.modules.registry import LATER, Shape, output_shape
 from lipkit.modules.storage import exact_copy
@@ -111,8 +111,8 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     r"""Bounds (outputs, inputs), flattened, float64: one unit of input j moves output i by at most :math:`G_{ij}`.
 
     Args:
-        network: result of ``lipkit.export``: dense layers, scalings and scalar activations, in a chain or in branches
-            that are summed or concatenated.
+        network: result of ``lipkit.export``: dense layers, scalings, means, moves of entries and scalar activations,
+            in a chain or in branches that are summed or concatenated.
         box: of the inputs, as for `local_gain`; None bounds it everywhere.
 
     Guarantee:
@@ -130,16 +130,20 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     everywhere = float(lipschitz(network))
     parts = _parts(network, EVERYWHERE if box is None else box, None)
     if len(parts) != 1 or not parts[0].weights:
-        kinds = ", ".join(sorted({type(m).__name__ for m in network})) or "no module"
-        raise NoRuleError(f"expected dense layers with scalar activations between them, got {kinds}")
+        known = (Network, Graph, nn.ModuleList, *ACTIONS, *ACTIVATIONS)
+        others = sorted({type(m).__name__ for m in network.modules()} - {kind.__name__ for kind in known})
+        got = ", ".join(others) or f"values of more than {MOST_ROWS} entries or units"
+        raise NoRuleError(f"expected dense layers, moves of entries and scalar activations alone, got {got}")
     (run,) = parts
     assert run.last is not None
     assert run.last.jacobian is not None
     if not math.isfinite(everywhere):
         return torch.full_like(run.last.jacobian[0], math.inf)
     gain, multipliers = run.least()
-    found = moduli_of(run.last.jacobian).clamp_max(min(gain, everywhere))
-    for i, j in found.nonzero().tolist() if found.numel() <= _MOST_ENTRIES and multipliers else ():
+    gain = min(gain, everywhere)
+    found = moduli_of(run.last.jacobian).clamp_max(gain)
+    more = found > 2.0**-45 * gain  # the others are rounding
+    for i, j in more.nonzero().tolist() if found.numel() <= _MOST_ENTRIES and multipliers else ():
         entry = run.entry(i, j)
         if sum(len(weight) for weight, _ in run.weights[:-1]) <= _MOST_UNITS:
             bound = entry.least(1e-3)[0]
@@ -175,7 +179,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[Run]:
                 run = Run.begin(*around(*ends))
                 continue
             after = run.activated(value.full(), twin, constant, slopes)
-        elif type(module) is Graph:
+        elif type(module) is Graph or units is None or value.dense:
             count = units_of(module, before, lambda one: True)
             if run.units + count <= (MOST_ROWS if units is None else units):
                 after = run.through(twin, value, before)
@@ -186,7 +190,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[Run]:
         else:
             run.last, run.constant = after, product(run.constant, constant)
     assert run.last is not None
-    if units is None and run.last.map is not None:
+    if units is None:
         run.last = run.last.full()
     return [*found, run.finished()]
 

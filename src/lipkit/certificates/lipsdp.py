@@ -26,7 +26,7 @@ from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network, guard
 from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
 from lipkit.modules.graph import value_shapes
-from lipkit.modules.linear_graph import MOST_ROWS, linear_graph
+from lipkit.modules.linear_graph import MOST_ROWS, is_linear
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import output_shape
 from lipkit.proof.roundoff import next_down
@@ -65,7 +65,7 @@ def _chained(graph: Graph, shape: Shape) -> Graph:
 
     A graph that is linear as a whole stays as it is: it counts as one layer of the chain around it.
     """
-    if linear_graph(graph, shape) is not None:
+    if is_linear(graph, shape):
         return graph
     shapes, readers = value_shapes(graph, shape), collections.Counter(itertools.chain(*graph.sources))
     nodes, sources = list[nn.Module](), list[list[int]]()
@@ -106,13 +106,13 @@ def verify(network: Network, gamma: float, multipliers: Mapping[Place, Tensor] |
     """
     proved = attach(network, multipliers)
     runs = slope_runs(proved)  # with their multipliers
-    if len(runs) != 1:
-        return bool(lipschitz(proved) <= gamma)
-    factors = [float(c) for c in constants(proved, proved.input_shape)]
-    run, rest = runs[0], whole(factors[: runs[0].start] + factors[runs[0].stop :])
-    finite = max(factors) < torch.inf  # else a number that no weight shows, such as a bias, is not
-    found = finite and rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors)
-    return found or whole(factors) <= gamma
+    if len(runs) == 1:
+        factors = [float(c) for c in constants(proved, proved.input_shape)]
+        run, rest = runs[0], whole(factors[: runs[0].start] + factors[runs[0].stop :])
+        finite = max(factors) < torch.inf  # else a number that no weight shows, such as a bias, is not
+        if finite and rest > 0 and proves_gain(run.weights, run.multipliers, next_down(gamma / rest), run.errors):
+            return True
+    return bool(lipschitz(proved) <= gamma)
 
 
 def _pieces(run: SlopeRun, units: int | None) -> Iterator[SlopeRun]:
@@ -146,6 +146,8 @@ def _solved(network: Network, units: int | None) -> list[tuple[dict[int, Tensor]
         found.append(({i: torch.cat([d for k, d in taken if k == i]) for i in run.places}, steps))
     for run in (run for run in runs if not run.branches):
         for piece in _pieces(run, units):
+            if not all(bool(error.isfinite().all()) for error in piece.errors):
+                continue  # a product of finite weights overflows: their norms remain
             _, diagonals, steps = minimise_gain(piece.weights, piece.errors)
             values = dict(zip(piece.places, diagonals, strict=True))
             if not values and (run.stop - run.start > 1 or type(network[run.start]) is Graph):

@@ -18,7 +18,7 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.linear_graph import MOST_ROWS, Action, linear_graph, mapped, units, walked
+from lipkit.modules.linear_graph import MOST_ROWS, Action, is_linear, mapped, units, walked
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
@@ -124,26 +124,28 @@ class _Open:
         one = torch.eye(count, dtype=torch.float64)
         return widened((one, torch.zeros_like(one)), self.columns, before=True)
 
-    def branched(self, graph: Graph, shape: Shape, place: int) -> None:
-        """Append a graph with activations: their rows, and its output as `part`."""
+    def through(self, module: nn.Module, shape: Shape, place: int, wide: bool = False) -> None:
+        """Append a linear module, or a graph: rows for its activations if it is ``wide``, and its output as `part`."""
         one = torch.eye(math.prod(shape), dtype=torch.float64)
-        if not self.begun:
+        if self.part is None:
             self.part = one, torch.zeros_like(one)
-        elif self.part is None:
-            self.part = self._units(len(one))
         elif self.part[0].ndim == 1:
             self.part = _composed(one, self.part)
-        self.part, self.wide = widened(self.part, self.columns, before=True), True
+        if wide:
+            self.part, self.wide = widened(self.part, self.columns, before=True), True
 
-        def activated(module: nn.Module, value: Part, size: Shape) -> Part:
-            self.parts = [*self.parts, widened(value, self.columns)]
+        def activated(activation: nn.Module, value: Part, size: Shape) -> Part:
+            self.parts = [*self.parts, self._whole(value)]
             self.places = [*self.places, place]
             return self._units(len(value[0]))
 
-        def moved(act: Action, module: nn.Module, given: Sequence[Part], shapes: Sequence[Shape]) -> Part:
-            return mapped(act, [widened(value, self.columns) for value in given], shapes)
+        def moved(act: Action, node: nn.Module, given: Sequence[Part], shapes: Sequence[Shape]) -> Part:
+            return mapped(act, [self._whole(value) for value in given], shapes)
 
-        self.part = widened(walked(graph, [self.part], [shape], activated, moved), self.columns)
+        self.part = self._whole(walked(module, [self.part], [shape], activated, moved))
+
+    def _whole(self, part: Part) -> Part:
+        return widened(part, self.columns) if self.wide else part
 
     def finished(self, stop: int, multipliers: Mapping[int, Tensor]) -> SlopeRun:
         assert self.part is not None
@@ -157,13 +159,15 @@ class _Open:
         return SlopeRun(self.start, stop, [*weights], [*errors], used, [*self.places])
 
 
-def slope_runs(network: Network, *, candidates: bool = False, branches: bool = True) -> list[SlopeRun]:
+def slope_runs(
+    network: Network, *, candidates: bool = False, branches: bool = True, joined: bool = True
+) -> list[SlopeRun]:
     """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
 
-    Consecutive linear layers, and scalings between them, count as one layer. A graph of linear modules and activations
-    is part of a run if it has a multiplier, which holds those of its units; ``branches=False`` leaves such graphs out.
-    A run without activations counts if its last layer carries a multiplier, whose values are not used. ``candidates``
-    adds all runs without multipliers.
+    Consecutive linear modules count as one layer; runs that are not ``joined`` end between them. A graph of linear
+    modules and activations is part of a run if it has a multiplier, which holds those of its units;
+    ``branches=False`` leaves such graphs out. A run without activations counts if its last layer carries a multiplier,
+    whose values are not used. ``candidates`` adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
     runs, run = dict[int, SlopeRun](), _Open(0)  # by their starts
@@ -171,20 +175,26 @@ def slope_runs(network: Network, *, candidates: bool = False, branches: bool = T
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
-        if not run.begun or (run.by_rows != by_rows and type(module) in (nn.Linear, Graph)):
+        seam = not joined and run.takes_activation() and not (slope_restricted(module) or type(module) in _SAME)
+        if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, Graph)):
             run = _Open(i, by_rows)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
-        linear, error = linear_graph(module, before) or (_linear_map(module, before, vectors), None)
+        if vectors and type(module) in _SAME:
+            continue
+        linear = _linear_map(module, before, vectors)
         if linear is not None and (run.begun or linear.ndim == 2):
-            run.part = _composed(linear, run.part, error)
+            run.part = _composed(linear, run.part)
             if linear.ndim == 2:
                 runs[run.start] = run.finished(i + 1, multipliers)
         elif slope_restricted(module) and i in multipliers and run.takes_activation():
             run.activated(i)
-        elif type(module) is Graph and i in multipliers and branches and run.branches(module, before):
-            run.branched(module, before, i)
+        elif (type(module) is Graph or (run.begun and not run.by_rows)) and is_linear(module, before):
+            run.through(module, before, i)
             runs[run.start] = run.finished(i + 1, multipliers)
-        elif not (vectors and type(module) in _SAME):
+        elif type(module) is Graph and i in multipliers and branches and run.branches(module, before):
+            run.through(module, before, i, wide=True)
+            runs[run.start] = run.finished(i + 1, multipliers)
+        else:
             run = _Open(i + 1)
     return [run for run in runs.values() if run.multipliers or run.stop - 1 in multipliers]
 
@@ -199,14 +209,10 @@ def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None
     return scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim)).expand(shape).flatten()
 
 
-def _composed(left: Tensor, part: Part | None, off: Tensor | None = None) -> Part:
-    """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error.
-
-    ``off`` bounds the error of each entry of ``left``.
-    """
-    off = torch.zeros_like(left) if off is None else off
+def _composed(left: Tensor, part: Part | None) -> Part:
+    """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error."""
     if part is None:
-        return left, off
+        return left, torch.zeros_like(left)
     right, error = part
 
     def times(a: Tensor, b: Tensor) -> Tensor:
@@ -214,11 +220,10 @@ def _composed(left: Tensor, part: Part | None, off: Tensor | None = None) -> Par
             return a.view(-1, *[1] * (b.ndim - 1)) * b
         return a * b if b.ndim == 1 else a @ b
 
-    # | fl(AB) - A'B' | <= gamma_n |A| |B| + |A| |B - B'| + |A - A'| |B'|, and each term of a sum can lose a
-    # number below the normal range.
-    n, size, most = left.shape[-1], left.abs(), up(right.abs() + error, 1)
-    bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()) + times(off, most), 3 * n + 12)
-    return times(left, right), bound + 6 * n * 2.0**-1074
+    # | fl(AB) - AB' | <= gamma_n |A| |B| + |A| |B - B'|, and each term can lose a number below the normal range.
+    n, size = left.shape[-1], left.abs()
+    bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()), 2 * n + 12)
+    return times(left, right), bound + 4 * n * 2.0**-1074
 
 
 def _network(module: Network, input_shape: Shape | None) -> Tensor:
@@ -257,14 +262,30 @@ def whole(factors: Sequence[float]) -> float:
 
 
 def _with_multipliers(network: Network, factors: Sequence[Tensor]) -> Tensor:
-    """The product of the factors, in which each run with multipliers counts by the gain that its LMI proves."""
-    found, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
+    """The product of the factors, in which each run with multipliers counts by the gain that its LMI proves.
+
+    Multipliers that balance two runs may not balance the run that both make, so the smallest product counts.
+    """
+    norms, runs = [float(factor.detach()) for factor in factors], slope_runs(network)
+    if not runs:
+        return _product(factors)
+    apart, found = slope_runs(network, joined=False), [whole(norms), _by_runs(norms, runs)]
+    if [(run.start, run.stop) for run in apart] != [(run.start, run.stop) for run in runs]:
+        found.append(_by_runs(norms, apart))
+    return torch.tensor(min(found), dtype=torch.float64)
+
+
+def _by_runs(norms: Sequence[float], runs: Iterable[SlopeRun]) -> float:
+    """The product of norms, in which each run counts by the gain that its LMI proves."""
+    found = [*norms]
     for run in runs:
-        norms = whole(found[run.start : run.stop])
-        if math.isfinite(norms):  # only the norms show a bias that is not finite
-            found[run.start] = min(norms, gain_bound(run.weights, run.multipliers, run.errors))
+        limit = whole(norms[run.start : run.stop])
+        # Narrow formats make multipliers 0 or infinite, which prove nothing.
+        lost = any(bool(((m == 0) | m.isinf()).any()) for m in map(to_double, run.multipliers))
+        if math.isfinite(limit) and not lost:  # only the norms show a bias that is not finite
+            found[run.start] = min(limit, gain_bound(run.weights, run.multipliers, run.errors))
             found[run.start + 1 : run.stop] = [1.0] * (run.stop - run.start - 1)  # counted in the first one
-    return torch.tensor(whole(found), dtype=torch.float64) if runs else _product(factors)
+    return whole(found)
 
 
 @dataclasses.dataclass(frozen=True)

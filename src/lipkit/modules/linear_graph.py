@@ -1,4 +1,4 @@
-"""Graphs of linear modules and scalar activations: a walk over them, and the matrix of one that is linear."""
+"""Linear modules, scalar activations and graphs of them: one walk that makes matrices, and all that reads them."""
 
 import functools
 import math
@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -140,19 +139,9 @@ def units(module: Any, shape: Shape, takes: Callable[[Any], bool]) -> float:
     return 0.0 if kind in ACTIONS else math.inf
 
 
-def linear_graph(module: nn.Module, shape: Shape) -> Known | None:
-    """The matrix (outputs, inputs) of a linear `Graph`, float64, with a bound of each entry's error.
-
-    Shifts are left out. None for other modules, and where a matrix would be larger than `LARGEST`.
-    """
-    if type(module) is not Graph or any(type(node) not in ACTIONS for node in module.nodes):
-        return None
-    shapes, inputs = value_shapes(module, shape), math.prod(shape)
-    if inputs * max(map(math.prod, shapes)) > LARGEST:
-        return None
-    one = torch.eye(inputs, dtype=torch.float64)
-    values = [(one, torch.zeros_like(one))]
-    for node, read in zip(module.nodes, module.sources, strict=True):
-        act = ACTIONS[type(node)](node, shapes[read[0]])
-        values.append(mapped(act, [values[k] for k in read], [shapes[k] for k in read]))
-    return values[-1]
+def is_linear(module: nn.Module, shape: Shape) -> bool:
+    """True for a linear module, or a graph of them, with at most `LARGEST` entries in the matrices of its values."""
+    if units(module, shape, lambda activation: False):
+        return False
+    values = value_shapes(module, shape) if type(module) is Graph else [shape, output_shape(module, shape)]
+    return math.prod(shape) * max(map(math.prod, values)) <= LARGEST
