@@ -1543,8 +1543,12 @@ def build(config, get, shape):
 
 # --- matrix inequalities ----------------------------------------------------------------------------------------------
 
+DENSE = {"Linear", "Conv2d", "ConvTranspose2d", "Graph"}  # what begins a run
 SAME = {"Affine", "Flatten", "Reshape"}  # of vectors
-LINEAR = SAME | {"Linear", "Mean", "Expand", "Pad", "Permute", "Piece", "Roll", "Add", "Blend", "Concatenate"}
+LINEAR = (DENSE - {"Graph"}) | SAME | {
+    "Mean", "AvgPool2d", "AdaptiveAvgPool2d", "EnlargeBilinear", "LayerCenter", "Expand", "Pad", "Permute", "Piece",
+    "Roll", "Shift2d", "Add", "Blend", "Concatenate",
+}  # fmt: skip
 
 
 def units(node):
@@ -1556,21 +1560,32 @@ def units(node):
 
 def with_runs(nodes, multipliers, shape):
     """The constant of a chain, in which the longest runs with multipliers count by their inequalities."""
+    # D: a layer; R: one that acts on each row of a sample; m: another linear module; s: one that only scales or
+    # reshapes vectors, and ends no run; a: an activation with a multiplier.
     shapes, marks = [shape, *(node.shape for node in nodes)], ""
     for i, (node, before, after) in enumerate(zip(nodes, shapes, shapes[1:], strict=False)):
         vectors = all(math.prod(s) == s[-1] for s in (before, after))
-        if node.kind == "Linear":
-            marks += "D" if math.prod(before) == before[-1] else "R"  # R: it acts on each row of a sample
-        elif node.kind == "Graph" and (units(node) == 0 or (i in multipliers and units(node) < math.inf)):
-            marks += "D"
+        if node.kind in DENSE:
+            fits = units(node) == 0 or (i in multipliers and units(node) < math.inf)
+            rows = node.kind == "Linear" and math.prod(before) != before[-1]
+            marks += ("R" if rows else "D") if fits else "."
+        elif node.kind in LINEAR:
+            marks += "s" if vectors and node.kind in SAME else "m"
         else:
-            marks += "a" if i in multipliers and restricted(node) else "s" if vectors and node.kind in SAME else "."
-    norm = math.prod(node.norm for node in nodes)
-    for start, stop in (run.span() for run in re.finditer("D(?:[Dsa]*D)?|R(?:[Ra]*R)?", marks)):
-        alone, given = nodes[start:stop], {i - start: m for i, m in multipliers.items() if start <= i < stop}
-        if given and (product := math.prod(node.norm for node in alone)):
-            found = lmi(*unrolled(alone, given, shapes[start], marks[start] == "R"), product)
-            norm = norm / product * min(product, found)
+            marks += "a" if i in multipliers and restricted(node) else "."
+    # Multipliers that balance two runs may not balance the run that both make: the smaller product counts.
+    found, norm = {}, math.prod(node.norm for node in nodes)
+    for pattern in ("D(?:[Dmsa]*[Dm])?|R(?:[Ra]*R)?", "D(?:s*a[sm]*D)*|R(?:aR)*"):
+        total = math.prod(node.norm for node in nodes)
+        for start, stop in (run.span() for run in re.finditer(pattern, marks)):
+            alone, given = nodes[start:stop], {i - start: m for i, m in multipliers.items() if start <= i < stop}
+            product = math.prod(node.norm for node in alone)
+            if given and product:
+                if (start, stop) not in found:
+                    numbers = unrolled(alone, given, shapes[start], marks[start] == "R")
+                    found[start, stop] = min(product, lmi(*numbers, product))
+                total = total / product * found[start, stop]
+        norm = min(norm, total)
     return norm
 
 

@@ -193,6 +193,9 @@ def tight(folder: Path) -> None:
     network = certificates.tight(there(mlp(), 3))
     assert {t.device for t in network.state_dict().values()} == {CUDA}
     assert float(lipkit.lipschitz(network)) > 0
+    block = layers.Residual(nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.Conv2d(1, 1, 1)))
+    branches = there(nn.Sequential(block, nn.Flatten(), nn.Linear(9, 2)), 1, 3, 3)
+    assert float(lipkit.lipschitz(certificates.tight(branches))) < float(lipkit.lipschitz(branches))
 
 
 def monotone(folder: Path) -> None:

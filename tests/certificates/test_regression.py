@@ -15,7 +15,7 @@ from lipkit import export, models, modules
 from lipkit.bounds.lmi import gain_bound
 from lipkit.certificates import RegressionCertificate, certify, certify_regression, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
-from lipkit.layers import Normalize, Rescale, Scale
+from lipkit.layers import MaxMin, Normalize, Rescale, Scale
 from lipkit.modules import Affine, Network
 
 WEIGHT = [[3.0, 4.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
@@ -148,7 +148,7 @@ def test_sensors_that_move_by_different_amounts_count_one_by_one() -> None:
     assert torch.equal(exact, certify_regression(linear, *samples(linear), delta=[0.0, 2.0, 0.1]).output_deviation)
     assert bool((exact.numpy() >= np.abs(np.array(WEIGHT)) @ [0.0, 2.0, 0.1]).all())
     # Of a network without a matrix of gains the norm counts.
-    other = export(nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()), (3,))
+    other = export(nn.Sequential(nn.Linear(3, 4), MaxMin(), nn.Linear(4, 4)), (3,))
     same = [certify_regression(other, x, other(x), delta=d) for d in (torch.full((3,), 3**-0.5), 1.0)]
     np.testing.assert_allclose(*(each.output_deviation for each in same), rtol=1e-6)
     assert same[0].deviation == pytest.approx(same[1].deviation, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from fractions import Fraction
 from typing import Any
@@ -132,6 +133,33 @@ def test_products_with_a_graph_keep_its_error() -> None:
     errors = abs(exact(run.weights[0].numpy()) - truth)
     assert (errors <= exact(run.errors[0].numpy())).all()
     assert float(run.errors[0].max()) < 1e-14
+
+
+IMAGES: list[list[nn.Module]] = [
+    [nn.Conv2d(2, 3, 3, 2, 1)], [nn.Conv2d(2, 2, (2, 3), padding="same", padding_mode="reflect", groups=2)],
+    [nn.Conv2d(2, 2, 2, dilation=2, bias=False)], [nn.ConvTranspose2d(2, 3, 3, 2, 1, 1)], [nn.AdaptiveAvgPool2d(3)],
+    [nn.AvgPool2d(3, 2, 1)], [nn.AvgPool2d(2, divisor_override=-7)], [modules.EnlargeBilinear(2, 1)],
+    [modules.LayerCenter(1, 3)], [Pad(0, 0, 0, 0, 0, 6), modules.Shift2d(8, 2)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", IMAGES, ids=lambda parts: type(parts[-1]).__name__)
+def test_matrices_of_modules_of_images_are_exact_up_to_their_errors(parts: list[nn.Module]) -> None:
+    torch.manual_seed(0)
+    first, parts = nn.Linear(3, 32), [copy.deepcopy(part).double() for part in parts]
+    (run,) = slope_runs(Network([first, Reshape(2, 4, 4), *parts, nn.Flatten()], (3,)), candidates=True)
+    own = torch.eye(32, dtype=torch.float64).view(-1, 2, 4, 4)
+    with torch.no_grad():
+        for part in parts:
+            if getattr(part, "bias", None) is not None:
+                part.bias.zero_()  # type: ignore[operator, union-attr]
+            own = part(own)
+    # A weight at a time: torch's matrix is exact, but for quotients.
+    quotient = not any(hasattr(part, "weight") for part in parts)
+    of = np.vectorize(lambda v: Fraction(v).limit_denominator(10**4) if quotient else Fraction(v), otypes=[object])
+    truth = of(own.flatten(1).T.numpy()) @ exact(first.weight.detach().double().numpy())
+    assert (abs(exact(run.weights[0].numpy()) - truth) <= exact(run.errors[0].numpy())).all()
+    assert float(run.errors[0].max()) <= 1e-13
 
 
 def heads() -> dict[str, tuple[list[nn.Module], float]]:

@@ -21,10 +21,10 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
-from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 from lipkit.modules.chains import _SAME, _linear_map, slope_runs
 from lipkit.modules.dense import Affine
-from lipkit.modules.linear_graph import ACTIONS, MOST_ROWS
+from lipkit.modules.linear_graph import ACTIONS, LAYERS, MOST_ROWS
 from lipkit.modules.linear_graph import units as units_of
 from lipkit.modules.registry import LATER, Shape, output_shape
 from lipkit.modules.storage import exact_copy
@@ -45,7 +45,8 @@ _MOST_ENTRIES, _MOST_UNITS = 256, 100
 def tight(network: Network, *, units: int = 2048) -> Network:
     """A copy of the network with LipSDP multipliers for every run of dense layers: its ``lipschitz`` is the tight gain.
 
-    Residual blocks and other branches of dense layers are in the LMI of the run around them.
+    Residual blocks and other branches are in the LMI of the run around them, and so are convolutions and poolings of
+    at most 1,024 inputs and outputs, where no run then has too many units.
 
     Args:
         network: result of ``lipkit.export``.
@@ -68,14 +69,19 @@ LATER["tight"] = tight
 def hidden_units(network: Network) -> int:
     """The largest number of hidden units in a run of dense layers; `tight` bounds each run by one LMI.
 
-    Branches of graphs count alone, unless there is nothing else.
+    Without such a run, that between other modules, branches and convolutions included; 0 if values are too large.
     """
     parts = [part for part in attach(network, {}).modules() if type(part) is Network]
-    alone, joint = (
-        max((run.units for part in parts for run in slope_runs(part, candidates=True, branches=branches)), default=0)
-        for branches in (False, True)
-    )
-    return alone or joint
+    alone = (run.units for part in parts for run in slope_runs(part, candidates=True, branches=False))
+    if found := max(alone, default=0):
+        return found
+    for part in parts:
+        total, shape = 0.0, part.input_shape
+        for module in part:
+            total += units_of(module, shape, slope_restricted)
+            found, shape = max(found, int(total) if total < math.inf else 0), output_shape(module, shape)
+            total = total if total < math.inf else 0.0
+    return found
 
 
 def local_gain(network: Network, box: Box, *, units: int = UNITS) -> float:
@@ -111,8 +117,8 @@ def gain_matrix(network: Network, box: Box | None = None) -> Tensor:
     r"""Bounds (outputs, inputs), flattened, float64: one unit of input j moves output i by at most :math:`G_{ij}`.
 
     Args:
-        network: result of ``lipkit.export``: dense layers, scalings, means, moves of entries and scalar activations,
-            in a chain or in branches that are summed or concatenated.
+        network: result of ``lipkit.export``: dense layers, convolutions, scalings, means, moves of entries and scalar
+            activations, in a chain or in branches that are summed or concatenated.
         box: of the inputs, as for `local_gain`; None bounds it everywhere.
 
     Guarantee:
@@ -179,7 +185,7 @@ def _parts(network: Network, box: Box, units: int | None) -> list[Run]:
                 run = Run.begin(*around(*ends))
                 continue
             after = run.activated(value.full(), twin, constant, slopes)
-        elif type(module) is Graph or units is None or value.dense:
+        elif type(module) in LAYERS or units is None or value.dense:
             count = units_of(module, before, lambda one: True)
             if run.units + count <= (MOST_ROWS if units is None else units):
                 after = run.through(twin, value, before)

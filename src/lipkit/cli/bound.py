@@ -27,7 +27,7 @@ EXPECTED = "expected pkg.mod:factory, a folder of lipkit.save, an ONNX or a .pt2
 @click.option("--steps", default=5, show_default=True, help="Steps of that search.")
 @click.option("--box", metavar="LOW,HIGH", help="Range of input entries; products of two values need it.")
 @click.option(
-    "--tight/--no-tight", default=None, help="LipSDP for chains of dense layers, too; default: up to 600 hidden units."
+    "--tight/--no-tight", default=None, help="LipSDP for runs of layers, too; default: up to 600 hidden units."
 )
 @click.option("--all", "everything", is_flag=True, help="Show layers that contribute nothing, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")

@@ -18,7 +18,18 @@ from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.linear_graph import MOST_ROWS, Action, is_linear, mapped, units, walked
+from lipkit.modules.linear_graph import (
+    ACTIONS,
+    CONVOLUTIONS,
+    LAYERS,
+    MOST_ROWS,
+    Action,
+    is_linear,
+    mapped,
+    numbers,
+    units,
+    walked,
+)
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
@@ -162,21 +173,22 @@ class _Open:
 def slope_runs(
     network: Network, *, candidates: bool = False, branches: bool = True, joined: bool = True
 ) -> list[SlopeRun]:
-    """The longest runs Linear, activation, Linear, ..., Linear whose activations all have a multiplier.
+    """The longest runs layer, activation, layer, ..., layer whose activations all have a multiplier.
 
     Consecutive linear modules count as one layer; runs that are not ``joined`` end between them. A graph of linear
     modules and activations is part of a run if it has a multiplier, which holds those of its units;
-    ``branches=False`` leaves such graphs out. A run without activations counts if its last layer carries a multiplier,
-    whose values are not used. ``candidates`` adds all runs without multipliers.
+    ``branches=False`` leaves such graphs out, and convolutions. A run without activations counts if its last layer
+    carries a multiplier, whose values are not used. ``candidates`` adds all runs without multipliers.
     """
-    multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
+    given = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
+    multipliers = {i: values.cpu() for i, values in given.items()}  # matrices are made on the CPU
     runs, run = dict[int, SlopeRun](), _Open(0)  # by their starts
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
         seam = not joined and run.takes_activation() and not (slope_restricted(module) or type(module) in _SAME)
-        if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, Graph)):
+        if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, *LAYERS)):
             run = _Open(i, by_rows)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
         if vectors and type(module) in _SAME:
@@ -188,7 +200,11 @@ def slope_runs(
                 runs[run.start] = run.finished(i + 1, multipliers)
         elif slope_restricted(module) and i in multipliers and run.takes_activation():
             run.activated(i)
-        elif (type(module) is Graph or (run.begun and not run.by_rows)) and is_linear(module, before):
+        elif (
+            (branches or type(module) not in CONVOLUTIONS)
+            and ((run.begun and not run.by_rows) or (type(module) in LAYERS and _used(network, i, multipliers)))
+            and is_linear(module, before)
+        ):
             run.through(module, before, i)
             runs[run.start] = run.finished(i + 1, multipliers)
         elif type(module) is Graph and i in multipliers and branches and run.branches(module, before):
@@ -199,13 +215,20 @@ def slope_runs(
     return [run for run in runs.values() if run.multipliers or run.stop - 1 in multipliers]
 
 
+def _used(network: Network, start: int, multipliers: Mapping[int, Tensor]) -> bool:
+    """True if a multiplier stands before any activation without one: else the matrix of a layer is made for nothing."""
+    linear = (*ACTIONS, Graph)
+    parts = enumerate([*network][start:], start)
+    return next((i in multipliers for i, part in parts if i in multipliers or type(part) not in linear), False)
+
+
 def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:
     """The matrix of a linear layer or the diagonal of a scaling of vectors, without shifts; None for other modules."""
     if type(module) is nn.Linear:
-        return to_double(module.weight.detach())
+        return numbers(module.weight)
     if not vectors or type(module) is not Affine:
         return None
-    scale = to_double(module.scale)
+    scale = numbers(module.scale)
     return scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim)).expand(shape).flatten()
 
 

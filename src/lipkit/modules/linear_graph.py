@@ -8,15 +8,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.dense import Affine
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, value_shapes
 from lipkit.modules.network import Network
+from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.plain import Shape
-from lipkit.modules.pooling import Mean
+from lipkit.modules.pooling import EnlargeBilinear, Mean, window_terms
 from lipkit.modules.registry import output_shape
-from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll
+from lipkit.modules.views import Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
 from lipkit.proof.roundoff import gamma, known, to_double, up
 
 LARGEST = 2**22
@@ -24,6 +26,11 @@ LARGEST = 2**22
 
 MOST_ROWS = 3000
 """Most inputs, units and outputs in one LMI."""
+
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+LAYERS = (*CONVOLUTIONS, Graph)
+"""What begins a run besides a dense layer."""
 
 
 class Action(NamedTuple):
@@ -37,25 +44,45 @@ class Action(NamedTuple):
     terms: int = 0
 
 
+def numbers(stored: Tensor) -> Tensor:
+    """Stored numbers in float64, on the CPU."""
+    return to_double(stored.detach()).cpu()
+
+
 def _linear(node: nn.Linear, shape: Shape) -> Action:
-    weight = to_double(node.weight.detach())
+    weight = numbers(node.weight)
     return Action(lambda v: F.linear(v, weight), lambda v: F.linear(v, weight.abs()), node.in_features)
 
 
 def _affine(node: Affine, shape: Shape) -> Action:
-    scale = to_double(node.scale)
+    scale = numbers(node.scale)
     scale = scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim))
     return Action(lambda v: scale * v, lambda v: scale.abs() * v, 1)
 
 
 def _blend(node: Blend, shape: Shape) -> Action:
-    share = to_double(node.share)
+    share = numbers(node.share)
     rest = 1 - share
     return Action(lambda a, b: share * a + rest * b, lambda a, b: share.abs() * a + rest.abs() * b, 3)
 
 
-def _mean(node: Mean, shape: Shape) -> Action:
-    return Action(node, node, math.prod(shape[dim - 1] for dim in node.dims))
+def _convolution(node: nn.Conv2d | nn.ConvTranspose2d, shape: Shape) -> Action:
+    weight = numbers(node.weight)
+
+    def by(kernel: Tensor) -> Callable[..., Tensor]:
+        given = {"weight": kernel} | ({} if node.bias is None else {"bias": kernel.new_zeros(node.out_channels)})
+        return lambda v: functional_call(node, given, (v,))
+
+    return Action(by(weight), by(weight.abs()), node.in_channels // node.groups * math.prod(node.kernel_size))
+
+
+def _average(node: Any, shape: Shape) -> Action:
+    return Action(node, lambda v: node(v).abs(), window_terms(node, shape) + 8)
+
+
+def _centred(node: LayerCenter, shape: Shape) -> Action:
+    terms = 2 + math.prod(shape[dim - 1] for dim in node.dims)
+    return Action(node, lambda v: v + v.mean(node.dims, keepdim=True), terms)
 
 
 def _add(node: Add, shape: Shape) -> Action:
@@ -63,9 +90,12 @@ def _add(node: Add, shape: Shape) -> Action:
 
 
 ACTIONS: dict[type[nn.Module], Callable[[Any, Shape], Action]] = {
-    nn.Linear: _linear, Affine: _affine, Blend: _blend, Mean: _mean, Add: _add,
+    nn.Linear: _linear, Affine: _affine, Blend: _blend, Add: _add, LayerCenter: _centred,
+    nn.Conv2d: _convolution, nn.ConvTranspose2d: _convolution,
+    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AvgPool2d, EnlargeBilinear, Mean), _average),
     **dict.fromkeys(
-        (Concatenate, Expand, nn.Flatten, Pad, Permute, Piece, Reshape, Roll), lambda node, shape: Action(node, node)
+        (Concatenate, Expand, nn.Flatten, Pad, Permute, Piece, Reshape, Roll, Shift2d),
+        lambda node, shape: Action(node, node),
     ),
 }  # fmt: skip
 """The action of each linear module and join on samples; the shape is that of its first value."""
@@ -140,8 +170,12 @@ def units(module: Any, shape: Shape, takes: Callable[[Any], bool]) -> float:
 
 
 def is_linear(module: nn.Module, shape: Shape) -> bool:
-    """True for a linear module, or a graph of them, with at most `LARGEST` entries in the matrices of its values."""
+    """True for a linear module, or a graph of them, if the matrices of its values have not too many entries.
+
+    At most `LARGEST`, for convolutions a quarter: 1,024 inputs and outputs.
+    """
     if units(module, shape, lambda activation: False):
         return False
     values = value_shapes(module, shape) if type(module) is Graph else [shape, output_shape(module, shape)]
-    return math.prod(shape) * max(map(math.prod, values)) <= LARGEST
+    entries = math.prod(shape) * max(map(math.prod, values))
+    return entries <= (LARGEST // 4 if type(module) in CONVOLUTIONS else LARGEST)  # their columns take longer
