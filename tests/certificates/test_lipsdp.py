@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
@@ -424,6 +425,18 @@ def test_products_at_the_ends_of_float64_have_their_norms() -> None:
         network = Network(parts, (1,))
         norms = float(lipschitz(network))
         assert true * (1 - 1e-12) <= float(lipschitz(network, tight=True)) <= norms <= true * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("length", [0, 4, 7, 9])
+def test_multipliers_of_another_length_are_refused_by_their_place(length: int) -> None:
+    block = Graph([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)], [[0], [1], [2], [3], [4]])
+    network = Network([nn.Linear(3, 3), nn.Tanh(), block], (3,))
+    network.carry(1, torch.ones(3))
+    network.carry(2, torch.ones(8))
+    assert float(lipschitz(network)) > 0
+    network.carry(2, torch.ones(length))
+    with pytest.raises(ShapeError, match=re.escape(f"multiplier 2: expected shape (8,), got ({length},)")):
+        lipschitz(network)
 
 
 def test_formats_of_multipliers() -> None:

@@ -150,12 +150,13 @@ class _Open:
     def finished(self, stop: int, multipliers: Mapping[int, Tensor]) -> SlopeRun:
         assert self.part is not None
         weights, errors = zip(*self.parts, self.part, strict=True)
-        left = {place: multipliers[place] for place in self.places}  # of a graph: those of its activations in turn
-        used = []
-        for weight, place in zip(weights, self.places, strict=False):
-            alone = self.places.count(place) == 1 or len(left[place]) == 1
-            used.append(left[place] if alone else left[place][: len(weight)])
-            left[place] = left[place] if alone else left[place][len(weight) :]
+        used = list[Tensor]()
+        for place in dict.fromkeys(self.places):  # of a graph: those of its activations in turn
+            sizes = [len(weight) for weight, at in zip(weights, self.places, strict=False) if at == place]
+            given, total = multipliers[place], sum(sizes)
+            if len(given) not in (1, total):  # 1: of a candidate
+                raise ShapeError(f"multiplier {place}: expected shape ({total},), got {tuple(given.shape)}")
+            used += given.split(sizes) if len(given) == total else [given] * len(sizes)
         return SlopeRun(self.start, stop, [*weights], [*errors], used, [*self.places])
 
 
