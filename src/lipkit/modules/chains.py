@@ -20,7 +20,7 @@ from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
 from lipkit.modules.linear_graph import MOST_ROWS, Action, is_linear, mapped, units, walked
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
-from lipkit.modules.network import Network
+from lipkit.modules.network import Network, first_floating
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import INTEGER, Plain, Shape, Stored, add_plain, submodules
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
@@ -83,8 +83,8 @@ class _Open:
     alone, and matrices are of one row.
     """
 
-    def __init__(self, start: int, by_rows: bool = False) -> None:
-        self.start, self.parts, self.places = start, list[Part](), list[int]()
+    def __init__(self, device: torch.device, start: int, by_rows: bool = False) -> None:
+        self.device, self.start, self.parts, self.places = device, start, list[Part](), list[int]()
         self.part: Part | None = None
         self.wide, self.by_rows = False, by_rows
 
@@ -121,16 +121,18 @@ class _Open:
 
     def _units(self, count: int) -> Part:
         """The last ``count`` activations, as a matrix of all columns."""
-        one = torch.eye(count, dtype=torch.float64)
-        return widened((one, torch.zeros_like(one)), self.columns, before=True)
+        return widened(self._one(count), self.columns, before=True)
+
+    def _one(self, count: int) -> Part:
+        one = torch.eye(count, dtype=torch.float64, device=self.device)
+        return one, torch.zeros_like(one)
 
     def through(self, module: nn.Module, shape: Shape, place: int, wide: bool = False) -> None:
         """Append a linear module, or a graph: rows for its activations if it is ``wide``, and its output as `part`."""
-        one = torch.eye(math.prod(shape), dtype=torch.float64)
         if self.part is None:
-            self.part = one, torch.zeros_like(one)
+            self.part = self._one(math.prod(shape))
         elif self.part[0].ndim == 1:
-            self.part = _composed(one, self.part)
+            self.part = _composed(self._one(math.prod(shape))[0], self.part)
         if wide:
             self.part, self.wide = widened(self.part, self.columns, before=True), True
 
@@ -171,14 +173,15 @@ def slope_runs(
     whose values are not used. ``candidates`` adds all runs without multipliers.
     """
     multipliers = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
-    runs, run = dict[int, SlopeRun](), _Open(0)  # by their starts
+    device = first_floating(network).device
+    runs, run = dict[int, SlopeRun](), _Open(device, 0)  # by their starts
     shape = network.input_shape
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
         seam = not joined and run.takes_activation() and not (slope_restricted(module) or type(module) in _SAME)
         if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, Graph)):
-            run = _Open(i, by_rows)
+            run = _Open(device, i, by_rows)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
         if vectors and type(module) in _SAME:
             continue
@@ -196,7 +199,7 @@ def slope_runs(
             run.through(module, before, i, wide=True)
             runs[run.start] = run.finished(i + 1, multipliers)
         else:
-            run = _Open(i + 1)
+            run = _Open(device, i + 1)
     return [run for run in runs.values() if run.multipliers or run.stop - 1 in multipliers]
 
 
