@@ -70,9 +70,16 @@ class SlopeRun(NamedTuple):
 _SAME = (nn.Flatten, Reshape)
 
 
+def in_unit_slope(module: nn.Module) -> bool:
+    """True for a scalar activation of slope in [0, 1]: of a PReLU, which training may change, as its numbers are."""
+    if type(module) is nn.PReLU:
+        return bool(((module.weight >= 0) & (module.weight <= 1)).all())
+    return slope_restricted(module)
+
+
 def in_runs(module: nn.Module) -> bool:
     """True for modules that can be part of a `SlopeRun`."""
-    return type(module) in (nn.Linear, Affine, *_SAME) or slope_restricted(module)
+    return type(module) in (nn.Linear, Affine, *_SAME) or in_unit_slope(module)
 
 
 class _Open:
@@ -111,7 +118,7 @@ class _Open:
 
     def branches(self, graph: Graph, shape: Shape) -> bool:
         """True for a graph of linear modules and slope-restricted activations, if the units are not too many."""
-        return self.units + units(graph, shape, slope_restricted) <= MOST_ROWS
+        return self.units + units(graph, shape, in_unit_slope) <= MOST_ROWS
 
     def activated(self, place: int) -> None:
         """Append an activation behind `part`."""
@@ -179,7 +186,7 @@ def slope_runs(
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
-        seam = not joined and run.takes_activation() and not (slope_restricted(module) or type(module) in _SAME)
+        seam = not joined and run.takes_activation() and not (in_unit_slope(module) or type(module) in _SAME)
         if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, Graph)):
             run = _Open(device, i, by_rows)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
@@ -190,7 +197,7 @@ def slope_runs(
             run.part = _composed(linear, run.part)
             if linear.ndim == 2:
                 runs[run.start] = run.finished(i + 1, multipliers)
-        elif slope_restricted(module) and i in multipliers and run.takes_activation():
+        elif in_unit_slope(module) and i in multipliers and run.takes_activation():
             run.activated(i)
         elif (type(module) is Graph or (run.begun and not run.by_rows)) and is_linear(module, before):
             run.through(module, before, i)
