@@ -198,6 +198,20 @@ def tight(folder: Path) -> None:
     assert float(lipkit.lipschitz(certificates.tight(branches))) < float(lipkit.lipschitz(branches))
 
 
+def tight_branches(folder: Path) -> None:
+    torch.manual_seed(0)
+    block = modules.Graph([nn.Linear(4, 4), nn.Tanh(), modules.Blend(torch.tensor(0.5))], [[0], [1], [2, 0]])
+    slices = modules.Graph([modules.Piece(1, 0, 4, 2), modules.Affine(torch.ones(2), torch.ones(2))], [[0], [1]])
+    chain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), block, nn.ReLU(), slices, modules.Roll(1, 1), nn.Linear(2, 2))
+    network = there(chain, 3)
+    product, gain = float(lipkit.lipschitz(network)), float(lipkit.lipschitz(certificates.tight(network)))
+    assert 0 < gain < product
+    linear = there(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), modules.Roll(1, 1), slices, nn.Linear(2, 2)), 3)
+    assert 0 < float(lipkit.lipschitz(certificates.tight(linear))) < float(lipkit.lipschitz(linear))
+    assert 0 < certificates.local_gain(network, (-1.0, 1.0)) <= product
+    assert certificates.gain_matrix(network).shape == (2, 3)
+
+
 def monotone(folder: Path) -> None:
     assert certificates.monotone(there(mlp(), 3)).shape == (2, 3)
 
@@ -241,7 +255,7 @@ def runtimes(folder: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "use",
-    [tight, monotone, labels_there, scores_of_both, outputs_there, box_there, recurrent, runtimes],
+    [tight, tight_branches, monotone, labels_there, scores_of_both, outputs_there, box_there, recurrent, runtimes],
     ids=lambda f: f.__name__,
 )
 def test_uses(device: torch.device, tmp_path: Path, use: Callable[[Path], None]) -> None:

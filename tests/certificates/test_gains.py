@@ -285,15 +285,40 @@ def test_slopes_and_values_hold_every_number_of_an_interval() -> None:
         nn.SELU(),
         nn.CELU(0.5),
         nn.LeakyReLU(3.0),
+        nn.ELU(5.0),
+        nn.ELU(-2.0),
+        nn.Hardswish(),
+        nn.PReLU(init=-0.5).double().requires_grad_(False),
+        nn.PReLU(init=2.0).double().requires_grad_(False),
     ]:
         ends = (torch.randn(2, 300, generator=generator, dtype=torch.float64) * 4).sort(0).values
-        (a, b), (low, high) = runs.slopes_of(module, ends[0], ends[1], float(lipschitz(module)))
+        (a, b), (low, high) = runs.slopes_of(module, ends[0], ends[1], float(lipschitz(module).detach()))
         share = torch.linspace(0, 1, 60, dtype=torch.float64)[:, None]
         x = (ends[0] + share * (ends[1] - ends[0])).clamp(*ends)
         y = module(x)
         chord = (y[1:] - y[:-1]) / (x[1:] - x[:-1])
         assert bool(((low <= y) & (y <= high)).all()), module
         assert bool(((a - 1e-9 <= chord) & (chord <= b + 1e-9)).all()), module
+
+
+@pytest.mark.parametrize(
+    ("module", "least"),
+    [
+        (nn.SELU(), 0.0),
+        (nn.ELU(5.0), 0.0),
+        (nn.PReLU(init=0.25), 0.25),
+        (nn.PReLU(init=-2.0), -2.0),
+        (nn.Hardswish(), -0.5),
+    ],
+)
+def test_the_least_slope_is_known(module: nn.Module, least: float) -> None:
+    ends = torch.tensor([[-30.0], [30.0]], dtype=torch.float64)
+    (low, _), _ = runs.slopes_of(module, ends[0], ends[1], float(lipschitz(module).detach()))
+    x = torch.linspace(-30, 30, 60001, dtype=torch.float64)
+    y = module.double().requires_grad_(False)(x)
+    steepest = float(((y[1:] - y[:-1]) / (x[1:] - x[:-1])).min())
+    assert least - 1e-12 <= float(low) <= steepest + 1e-9
+    assert steepest <= least + 1e-3  # no larger number is a bound
 
 
 @pytest.mark.parametrize("seed", range(12))

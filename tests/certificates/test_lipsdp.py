@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
@@ -424,6 +425,42 @@ def test_products_at_the_ends_of_float64_have_their_norms() -> None:
         network = Network(parts, (1,))
         norms = float(lipschitz(network))
         assert true * (1 - 1e-12) <= float(lipschitz(network, tight=True)) <= norms <= true * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_prelu_counts_as_its_numbers_are(branches: bool) -> None:
+    """Slopes in [0, 1] are in the LMI; numbers that are changed afterwards are not, whatever multipliers say."""
+    torch.manual_seed(0)
+    act = nn.PReLU(4)
+    act.weight.data.copy_(torch.tensor([0.0, 0.25, 0.7, 1.0]))
+    inner: list[nn.Module] = [nn.Linear(3, 4), act, nn.Linear(4, 3)]
+    layers = [Graph([*inner, Add(1, 1)], [[0], [1], [2], [0, 3]]), nn.Linear(3, 2)] if branches else inner
+    network = Network([m.double() for m in layers], (3,))
+    x = 4 * torch.rand(200, 3, dtype=torch.float64) - 2
+
+    def slope(net: nn.Module) -> float:
+        found = [torch.autograd.functional.jacobian(lambda v, net=net: net(v[None])[0], one) for one in x]
+        return max(float(torch.linalg.matrix_norm(j, 2)) for j in found)
+
+    proved = lipsdp.attach(network, lipsdp.solve(network).multipliers)
+    assert slope(network) * (1 - 1e-12) <= float(lipschitz(proved)) < 0.98 * float(lipschitz(network))
+    for number in (-3.0, 5.0, math.nan):
+        next(m for m in proved.modules() if type(m) is nn.PReLU).weight.data[1] = number
+        found = float(lipschitz(proved))
+        assert found == pytest.approx(float(lipschitz(Network(list(proved), (3,)))), rel=1e-12)
+        assert found == math.inf or found >= slope(proved) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("length", [0, 4, 7, 9])
+def test_multipliers_of_another_length_are_refused_by_their_place(length: int) -> None:
+    block = Graph([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)], [[0], [1], [2], [3], [4]])
+    network = Network([nn.Linear(3, 3), nn.Tanh(), block], (3,))
+    network.carry(1, torch.ones(3))
+    network.carry(2, torch.ones(8))
+    assert float(lipschitz(network)) > 0
+    network.carry(2, torch.ones(length))
+    with pytest.raises(ShapeError, match=re.escape(f"multiplier 2: expected shape (8,), got ({length},)")):
+        lipschitz(network)
 
 
 def test_formats_of_multipliers() -> None:

@@ -21,8 +21,8 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
-from lipkit.modules.activations import ACTIVATIONS, slope_restricted
-from lipkit.modules.chains import _SAME, _linear_map, slope_runs
+from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.chains import _SAME, _linear_map, in_unit_slope, slope_runs
 from lipkit.modules.dense import Affine
 from lipkit.modules.linear_graph import ACTIONS, LAYERS, MOST_ROWS
 from lipkit.modules.linear_graph import units as units_of
@@ -78,7 +78,7 @@ def hidden_units(network: Network) -> int:
     for part in parts:
         total, shape = 0.0, part.input_shape
         for module in part:
-            total += units_of(module, shape, slope_restricted)
+            total += units_of(module, shape, in_unit_slope)
             found, shape = max(found, int(total) if total < math.inf else 0), output_shape(module, shape)
             total = total if total < math.inf else 0.0
     return found

@@ -26,7 +26,7 @@ from lipkit.modules.guarding import type_name
 from lipkit.modules.isometric import HalfAbs, LPReLU, NActivation
 from lipkit.modules.machine import local_error
 from lipkit.modules.registry import lipschitz
-from lipkit.proof.roundoff import FLOAT64, grow
+from lipkit.proof.roundoff import FLOAT64, grow, next_up
 
 # Absolute error of a slope in float64: derivatives have size 1, and library functions are off by at most 16 units.
 _SLOPE_ERROR = 2.0**-40
@@ -95,6 +95,16 @@ def curve_of(module: Any) -> Curve | None:
     return CURVES.get(type(module))
 
 
+def least_slope(module: Any, constant: float) -> float:
+    """A lower bound of the slopes of a scalar activation with this constant."""
+    if slope_restricted(module) or type(module) is nn.SELU or (type(module) is nn.ELU and module.alpha >= 0):
+        return 0.0
+    if type(module) is nn.PReLU:
+        return min(1.0, float(module.weight.detach().amin()))
+    # s'(z) + s'(-z) = 1 if s(z) - s(-z) = z
+    return -(next_up(constant - 1) if type(module) in (nn.GELU, nn.SiLU, nn.Hardswish) else constant)
+
+
 class Relaxation:
     """Maps intervals, given by their ends ``(N, *shape)`` in float64, to `Lines` around one activation."""
 
@@ -103,9 +113,8 @@ class Relaxation:
         constant = float(lipschitz(module))  # slopes of s are at least -constant
         if not constant < math.inf:
             raise NoRuleError(f"expected an activation with a finite slope, got {module}")
-        self.slopes = (0.0, min(constant * (1 + 2.0**-40), 1.0)) if slope_restricted(module) else (-constant, constant)
-        if isinstance(module, nn.GELU):  # because s'(z) + s'(-z) = 1
-            self.slopes = (1 - constant, constant)
+        most = min(constant * (1 + 2.0**-40), 1.0) if slope_restricted(module) else constant
+        self.slopes = least_slope(module, constant), most
         # Beyond its threshold torch's Softplus has slope 1, the exact one has 1 - 1 / (1 + e^z).
         jump = math.exp(-module.threshold) * 1.001 if isinstance(module, nn.Softplus) else 0.0
         self.slope_error = _SLOPE_ERROR * max(1.0, constant) + jump

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, repaired
-from lipkit.certificates.relaxation import curve_of, derivative
+from lipkit.certificates.relaxation import curve_of, derivative, least_slope
 from lipkit.lowering import lipschitz
-from lipkit.modules.activations import slope_restricted
 from lipkit.modules.chains import Part, _composed, widened
 from lipkit.modules.linear_graph import MOST_ROWS, Action, mapped, walked
 from lipkit.modules.registry import Shape
@@ -184,7 +183,7 @@ def least_gain(parts: Sequence[Part], accuracy: float = 1e-5) -> tuple[float, li
 
     It is inf, and there are none, for a matrix that is too large, or has numbers at the ends of float64.
     """
-    weights, errors = [weight for weight, _ in parts], [error for _, error in parts]
+    weights, errors = [weight.cpu() for weight, _ in parts], [error.cpu() for _, error in parts]
     if not parts or weights[-1].shape[1] + len(weights[-1]) > MOST_ROWS:
         return math.inf, [], 0
     if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):
@@ -267,10 +266,7 @@ _TURNS: dict[type[nn.Module], tuple[float, ...]] = {
 def slopes_of(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[tuple[Tensor, Tensor], ...]:
     """Lowest and highest slope of a scalar activation on [low, high], then its lowest and highest value there."""
     kind = type(module)
-    least, most = torch.zeros_like(low), torch.full_like(low, constant, dtype=torch.float64)
-    if not slope_restricted(module):
-        # gelu'(x) + gelu'(-x) = 1, and the same of SiLU.
-        least = least - (constant if kind not in (nn.GELU, nn.SiLU) else next_up(constant - 1))  # slopes below 0
+    least, most = (torch.full_like(low, s, dtype=torch.float64) for s in (least_slope(module, constant), constant))
     if kind in (nn.ReLU, nn.LeakyReLU):
         slope = torch.zeros_like(low) + (module.negative_slope if kind is nn.LeakyReLU else 0)
         one, tiny = torch.ones_like(low), 0.0 if kind is nn.ReLU else 2.0**-1000  # a product may underflow

@@ -81,9 +81,16 @@ class SlopeRun(NamedTuple):
 _SAME = (nn.Flatten, Reshape)
 
 
+def in_unit_slope(module: nn.Module) -> bool:
+    """True for a scalar activation of slope in [0, 1]: of a PReLU, which training may change, as its numbers are."""
+    if type(module) is nn.PReLU:
+        return bool(((module.weight >= 0) & (module.weight <= 1)).all())
+    return slope_restricted(module)
+
+
 def in_runs(module: nn.Module) -> bool:
     """True for modules that can be part of a `SlopeRun`."""
-    return type(module) in (nn.Linear, Affine, *_SAME) or slope_restricted(module)
+    return type(module) in (nn.Linear, Affine, *_SAME) or in_unit_slope(module)
 
 
 class _Open:
@@ -122,7 +129,7 @@ class _Open:
 
     def branches(self, graph: Graph, shape: Shape) -> bool:
         """True for a graph of linear modules and slope-restricted activations, if the units are not too many."""
-        return self.units + units(graph, shape, slope_restricted) <= MOST_ROWS
+        return self.units + units(graph, shape, in_unit_slope) <= MOST_ROWS
 
     def activated(self, place: int) -> None:
         """Append an activation behind `part`."""
@@ -132,16 +139,18 @@ class _Open:
 
     def _units(self, count: int) -> Part:
         """The last ``count`` activations, as a matrix of all columns."""
+        return widened(self._one(count), self.columns, before=True)
+
+    def _one(self, count: int) -> Part:
         one = torch.eye(count, dtype=torch.float64)
-        return widened((one, torch.zeros_like(one)), self.columns, before=True)
+        return one, torch.zeros_like(one)
 
     def through(self, module: nn.Module, shape: Shape, place: int, wide: bool = False) -> None:
         """Append a linear module, or a graph: rows for its activations if it is ``wide``, and its output as `part`."""
-        one = torch.eye(math.prod(shape), dtype=torch.float64)
         if self.part is None:
-            self.part = one, torch.zeros_like(one)
+            self.part = self._one(math.prod(shape))
         elif self.part[0].ndim == 1:
-            self.part = _composed(one, self.part)
+            self.part = _composed(self._one(math.prod(shape))[0], self.part)
         if wide:
             self.part, self.wide = widened(self.part, self.columns, before=True), True
 
@@ -161,12 +170,13 @@ class _Open:
     def finished(self, stop: int, multipliers: Mapping[int, Tensor]) -> SlopeRun:
         assert self.part is not None
         weights, errors = zip(*self.parts, self.part, strict=True)
-        left = {place: multipliers[place] for place in self.places}  # of a graph: those of its activations in turn
-        used = []
-        for weight, place in zip(weights, self.places, strict=False):
-            alone = self.places.count(place) == 1 or len(left[place]) == 1
-            used.append(left[place] if alone else left[place][: len(weight)])
-            left[place] = left[place] if alone else left[place][len(weight) :]
+        used = list[Tensor]()
+        for place in dict.fromkeys(self.places):  # of a graph: those of its activations in turn
+            sizes = [len(weight) for weight, at in zip(weights, self.places, strict=False) if at == place]
+            given, total = multipliers[place], sum(sizes)
+            if len(given) not in (1, total):  # 1: of a candidate
+                raise ShapeError(f"multiplier {place}: expected shape ({total},), got {tuple(given.shape)}")
+            used += given.split(sizes) if len(given) == total else [given] * len(sizes)
         return SlopeRun(self.start, stop, [*weights], [*errors], used, [*self.places])
 
 
@@ -187,7 +197,7 @@ def slope_runs(
     for i, module in enumerate(network if multipliers else ()):
         before, shape = shape, output_shape(module, shape)
         by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
-        seam = not joined and run.takes_activation() and not (slope_restricted(module) or type(module) in _SAME)
+        seam = not joined and run.takes_activation() and not (in_unit_slope(module) or type(module) in _SAME)
         if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, *LAYERS)):
             run = _Open(i, by_rows)
         vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
@@ -198,7 +208,7 @@ def slope_runs(
             run.part = _composed(linear, run.part)
             if linear.ndim == 2:
                 runs[run.start] = run.finished(i + 1, multipliers)
-        elif slope_restricted(module) and i in multipliers and run.takes_activation():
+        elif in_unit_slope(module) and i in multipliers and run.takes_activation():
             run.activated(i)
         elif (
             (branches or type(module) not in CONVOLUTIONS)
