@@ -159,9 +159,7 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the format asked for": lambda s, x: (
         x + torch.finfo(x.dtype).eps * {x.dtype: 2.0}[s.linear(x).dtype] + (x.device.type == "cpu") * x.tanh()
     ),
-    "products and quotients added": lambda s, x: (
-        torch.addcmul(x, s.linear(x), s.w, value=-2) + s.w.addcmul(x, s.m) + torch.addcdiv(s.m, x, 1 + s.w.square())
-    ),
+    "products added": lambda s, x: torch.addcmul(x, s.linear(x), s.w, value=-2) + s.w.addcmul(x, s.m),
     "differences": lambda s, x: (
         torch.diff(x, dim=1)[:, :1] * s.w + x.diff(2, -1, x[..., :1], append=x[..., 4:5]) + x[:, :2].diff(dim=1)
     ),

@@ -54,7 +54,8 @@ def _maker(name: str) -> Callable[..., Tensor]:
     return lambda *args, dtype=None, **_: make(*args, dtype=dtype)
 
 
-_MAKERS = "arange eye full full_like new_full new_ones new_zeros ones ones_like zeros zeros_like"
+_NAMES = "arange eye full full_like new_full new_ones new_zeros ones ones_like zeros zeros_like"
+_MAKERS = {name: _maker(name) for name in _NAMES.split()}
 
 # Operators whose functions of torch have arguments of another name or order, or fewer of them.
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -109,10 +110,8 @@ def _function(name: str) -> Callable[..., Any] | None:
     In-place operators also change aliases, so they stay in place and the export checks them.
     """
     base = name.partition(".")[0]
-    if (found := OPERATORS.get(name) or _OF_SIZES.get(name)) is not None:
+    if (found := OPERATORS.get(name) or _OF_SIZES.get(name) or _MAKERS.get(base)) is not None:
         return found
-    if base in _MAKERS.split():
-        return _maker(base)
     found = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base, None))
     if (found or base) not in {*FUNCTIONS, *COMPOSED} - {F.instance_norm} and base not in KINDS:  # of another order
         return None

@@ -120,8 +120,7 @@ class Calls(TorchFunctionMode):
                 return form
             # Two sums identify a constant without keeping it. None cancels, as that of centred weights would.
             numbers = value.detach().double()
-            size = float(numbers.abs().sum())
-            return (*form, size + float(numbers.sum()) / 2, size)
+            return (*form, float((numbers.abs() + numbers / 2).sum()), float(numbers.abs().sum()))
         if type(value) is self._size:
             return "the size of the batch"
         if isinstance(value, dict):

@@ -151,7 +151,6 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "cdist": lambda x1, x2, p=2.0, **options: torch.norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1),
     "expand_as": lambda input, other: input.expand(other.shape),
     "addcmul": lambda input, tensor1, tensor2, *, value=1: torch.add(input, tensor1 * tensor2, alpha=value),
-    "addcdiv": lambda input, tensor1, tensor2, *, value=1: torch.add(input, tensor1 / tensor2, alpha=value),
     "diff": _diff,
     "hypot": lambda input, other: torch.linalg.vector_norm(torch.stack((input, other), -1), dim=-1),
     "addmm": _addmm,

@@ -147,12 +147,11 @@ def convert(
         raise OptionError("input_shape: expected the shape of one input, to run the model on, got None")
     if layer is None and (rebuild or options):
         raise OptionError(f"layer: expected a family for forward={forward!r} and {dict(options)}, got None")
-    if activation is not None and not rebuild:
-        raise OptionError(f"activation: expected None where the forward pass is kept, got {activation!r}")
     if skip and rebuild:
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
-    if box is not None and not rebuild:
-        raise OptionError(f"box: expected None where the forward pass is kept, got {box!r}")
+    for name, value in (("activation", activation), ("box", box)):
+        if value is not None and not rebuild:
+            raise OptionError(f"{name}: expected None where the forward pass is kept, got {value!r}")
 
     def skipped(name: str) -> bool:
         return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside it
