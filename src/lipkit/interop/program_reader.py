@@ -49,7 +49,7 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 
 
 def _maker(name: str) -> Callable[..., Tensor]:
-    """What makes a constant, by a function or a method of this name; where in memory computes nothing."""
+    """The function of torch, or method, of this name that makes a constant; where in memory computes nothing."""
     make = getattr(torch, name, None) or (lambda x, *args, **named: getattr(x, name)(*args, **named))
     return lambda *args, dtype=None, **_: make(*args, dtype=dtype)
 
@@ -242,8 +242,8 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         if name.partition(".")[0] in _CHECKS:
             continue
         if (function := _function(name)) is None:
-            *_, line = ["", *node["metadata"].get("stack_trace", "").strip().splitlines()]
-            where = f" in {line.strip()!r}" if line else ""
+            line = node["metadata"].get("stack_trace", "").strip().rpartition("\n")[2].strip()
+            where = f" in {line!r}" if line else ""
             raise NoRuleError(f"{path}: no rule for the operator {node['target']}{where}")
         arguments = {item["name"]: item["arg"] for item in node["inputs"]}
         if len(arguments) < len(node["inputs"]):
