@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import json
+import math
 import pickle
 import tracemalloc
 import warnings
@@ -117,7 +118,7 @@ def steps(s: Any, x: Tensor, *start: Any) -> Tensor:
 
 def constants(s: Any, x: Tensor) -> Tensor:
     fours = torch.full_like(s.w, 4.0) + torch.ones_like(s.w) + torch.full((4, 4), 0.5) + s.w.new_ones(4, 4)
-    return F.linear(x.mT, torch.eye(4) + torch.eye(4, 4) + fours * torch.arange(4.0) + torch.arange(1, 9, 2))
+    return F.linear(x.mT, torch.eye(4) + torch.eye(4, 4) + fours * 2 ** torch.arange(4.0) + torch.arange(1, 9, 2))
 
 
 def in_place(s: Any, x: Tensor) -> Tensor:
@@ -125,11 +126,20 @@ def in_place(s: Any, x: Tensor) -> Tensor:
     return F.mish(F.hardswish(F.silu(x, inplace=True), inplace=True), inplace=True)
 
 
+def masks(s: Any, x: Tensor) -> Tensor:
+    hidden = torch.tril(torch.ones(4, 6)) == 0
+    seen = torch.logical_not(torch.ones(4, 6).triu(3)) != 0
+    y = torch.where(~hidden, x, -math.inf).softmax(-1) + x.masked_fill(~seen, -math.inf).softmax(-1)
+    rows = -(torch.exp(s.w[0, :1].expand(x.shape[0], 1)) ** 2)
+    return y * torch.linspace(0, 1, 6) + rows.unsqueeze(-1)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "f",
     [
         steps,
+        masks,
         constants,
         in_place,
         lambda s, x: x.unfold(2, 2, 2).mean(-1) + x.unfold(2, 3, 1).mean(-1)[:, :, 1:],
@@ -148,6 +158,7 @@ def in_place(s: Any, x: Tensor) -> Tensor:
     ],
     ids=[
         "constant rows",
+        "masks",
         "constants",
         "activations in place",
         "windows along a dimension",

@@ -233,9 +233,7 @@ def to_images(
 
 
 def _images(a: Tensor, b: Tensor, shape: tuple[int, ...], pure: bool) -> Tensor:
-    """``a @ b`` of this shape, unless ``pure`` in memory of its own: a custom function may not return a view of another
-    result, which nn.ReLU(inplace=True) could not overwrite.
-    """
+    """``a @ b`` of this shape; no view unless ``pure``: nn.ReLU(inplace=True) may not overwrite views of a Function."""
     if pure:
         return (a @ b).reshape(shape)
     images = a.new_empty(shape)

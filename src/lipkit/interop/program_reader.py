@@ -54,7 +54,8 @@ def _maker(name: str) -> Callable[..., Tensor]:
     return lambda *args, dtype=None, **_: make(*args, dtype=dtype)
 
 
-_NAMES = "arange eye full full_like new_full new_ones new_zeros ones ones_like zeros zeros_like"
+_STORED = "bitwise_not", "eq", "logical_not", "ne", "tril", "triu"  # of masks, which are stored numbers
+_NAMES = "arange eye full full_like linspace new_full new_ones new_zeros ones ones_like zeros zeros_like"
 _MAKERS = {name: _maker(name) for name in _NAMES.split()}
 
 # Operators whose functions of torch have arguments of another name or order, or fewer of them.
@@ -87,6 +88,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "mT.default": lambda x: x.mT,
     "numpy_T.default": lambda x: x.T,
     **{f"{f.__name__}_.default": partial(f, inplace=True) for f in (F.celu, F.hardswish, F.mish, F.selu, F.silu)},
+    "pow.Scalar": torch.pow,
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
         (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
     ],
@@ -113,7 +115,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     if (found := OPERATORS.get(name) or _OF_SIZES.get(name) or _MAKERS.get(base)) is not None:
         return found
     found = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base, None))
-    if (found or base) not in {*FUNCTIONS, *COMPOSED} - {F.instance_norm} and base not in KINDS:  # of another order
+    if (found or base) not in {*FUNCTIONS, *COMPOSED, *_STORED} and base not in KINDS:
         return None
     return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
 

@@ -53,8 +53,8 @@ _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_fu
 _SIZED = ("view", "reshape", torch.reshape)
 _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
-            "expand", "repeat", operator.neg, operator.pow, torch.exp, "exp", torch.sqrt, "sqrt", torch.clamp, "clamp",
-            "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
+            "expand", "repeat", operator.neg, "neg", operator.pow, "pow", torch.exp, "exp", torch.sqrt, "sqrt", "clamp",
+            torch.clamp, "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
             "flatten", "unflatten", operator.matmul, torch.matmul, "matmul", F.linear,
             operator.getitem, torch.stack, torch.chunk, "chunk", torch.split, "split", torch.unbind, "unbind",
             nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm,
