@@ -69,7 +69,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "clone.default": lambda x, memory_format=None: x.clone(),
     "col2im.default": F.fold,
     "contiguous.default": lambda x, memory_format=None: x.contiguous(),
-    "detach_.default": lambda x: x.detach(),
+    **dict.fromkeys(("alias.default", "detach_.default"), lambda x: x.detach()),
     "einsum.default": lambda equation, tensors: torch.einsum(equation, *tensors),
     "elu.default": _elu,
     "expand.default": lambda x, size, implicit=False: x.expand(tuple(size)),  # one tuple: x may be a buffer
