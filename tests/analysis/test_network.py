@@ -282,6 +282,18 @@ def test_an_exported_network_is_looked_into() -> None:
     assert found.upper == pytest.approx(lipkit.lipschitz(plain).item(), rel=1e-6)
 
 
+def test_a_module_that_torch_fx_made_is_bounded_unless_its_graph_runs_ahead() -> None:
+    net = Lambda(lambda x: torch.relu(x) - 2 * x).eval()
+    made, x = torch.fx.symbolic_trace(net), torch.randn(9, 4)
+    assert analyze(made, (4,)).upper == analyze(net, (4,)).upper == pytest.approx(3)
+    assert torch.allclose(lipkit.export(made, (4,))(x), net(x), atol=1e-6)
+    (last,) = (node for node in made.graph.nodes if node.op == "output")
+    with made.graph.inserting_before(last):
+        last.args = (made.graph.call_function(torch.mul, (last.args[0], 5.0)),)
+    with pytest.raises(NoRuleError, match=r"whose copy by copy\.deepcopy differs"):  # it has not been compiled again
+        analyze(made, (4,))
+
+
 def test_the_model_is_left_as_it_is() -> None:
     model = settle(nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True)))
     before = {k: v.clone() for k, v in model.state_dict().items()}

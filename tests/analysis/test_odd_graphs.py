@@ -167,7 +167,7 @@ REFUSED = {
         "einsum.*one factor",
     ),
     "gate": (lambda s, x: F.glu(torch.cat((x, x), 1)), "glu.*one factor"),
-    "multiply-add": (lambda s, x: torch.addcmul(x, x, x), NO_RULE),
+    "multiply-add": (lambda s, x: torch.addcmul(x, x, x), "addcmul.*one factor"),
     # Memory.
     "entries of a tensor": (lambda s, x: x + x.new_tensor(x), "Tensor.new_tensor.*no rule"),
     "attribute data": (lambda s, x: s.a(x.data), "Tensor.data"),
@@ -255,6 +255,7 @@ BOUNDED = {
     "limit from the input": lambda s, x: x.clamp(max=3 * x.flip(1)),
     "one limit moves": lambda s, x: x.clamp(s.mid, 3 * x.flip(1)) + torch.clamp(s.mid, 2 * x, x.flip(1)),
     "clamped by tensors": lambda s, x: (2 * x).clamp(-9 * s.mid, 9 * s.mid),
+    "centred weights": lambda s, x: F.linear(x, (s.w - s.w.mean(1, keepdim=True)) / s.w.std(1, keepdim=True)),
     "mask of stored numbers": lambda s, x: x * (s.mid > 0),
     "stored whole numbers": lambda s, x: x * torch.arange(4) + torch.tensor([True, False, True, False]),
     "closure": lambda s, x: x @ STORED + F.linear(x, STORED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import types
 from fractions import Fraction
@@ -213,19 +214,25 @@ def bounded_by(unsafe: list[Case]) -> bool:
 
 def formula(rng: random.Random, depth: int) -> Any:
     if depth and rng.random() < 0.8:
-        head = rng.choice(["and", "or", "not"])
-        return [head, *(formula(rng, depth - 1) for _ in range(1 if head == "not" else rng.randint(1, 3)))]
+        head = rng.choice(["and", "or", "not", "=>"])
+        return [head, *(formula(rng, depth - 1) for _ in range({"not": 1, "=>": 2}.get(head) or rng.randint(1, 3)))]
     terms = [["*", str(rng.randint(-2, 2)), f"Y_{rng.randint(0, 1)}"] for _ in range(rng.randint(1, 2))]
-    left = ["+", *terms, str(rng.randint(-1, 1))] if rng.random() < 0.7 else ["-", "Y_0", "0.5", "Y_1"]
-    return [rng.choice(["<=", "<", ">=", ">", "==", "!="]), left, rng.choice(["Y_1", "0", "-1.5", ["-", "Y_0"]])]
+    left = ["+", *terms, str(rng.randint(-1, 1))] if rng.random() < 0.7 else ["-", ["/", "Y_0", "3"], "0.5", "Y_1"]
+    return [
+        rng.choice(["<=", "<", ">=", ">", "==", "!="]),
+        left,
+        rng.choice(["Y_1", "0", "-1.5", ["-", ["/", "1", "2", "-4"]]]),
+    ]
 
 
 def meaning(term: Any, y: list[Fraction]) -> Any:
     if isinstance(term, str):
         return y[int(term[2:])] if term[0] == "Y" else Fraction(term)
     head, parts = term[0], [meaning(part, y) for part in term[1:]]
-    if head in ("and", "or", "not"):
-        return {"and": all(parts), "or": any(parts), "not": not parts[0]}[head]
+    if head in ("and", "or", "not", "=>"):
+        return {"and": all(parts), "or": any(parts), "not": not parts[0], "=>": parts[-1] or not parts[0]}[head]
+    if head == "/":
+        return parts[0] / math.prod(parts[1:])
     if head in ("+", "*", "-"):
         return {"+": sum(parts), "*": parts[0] * parts[-1], "-": parts[0] - sum(parts[1:]) if parts[1:] else -parts[0]}[
             head
@@ -265,6 +272,9 @@ def test_boxes_of_cases() -> None:
     assert not case.outputs[0].met({"Y": [0.0, 1.0 + 2**-52]})
     chained, apart = "(assert (<= 0 X_0 1))(assert (not (< Y_0 Y_1 3)))", "(assert (or (>= Y_0 Y_1) (>= Y_1 3)))"
     assert cases(chained, 1, 2) == cases(box((0, 1)) + apart, 1, 2)
+    framed = "(set-logic QF_LRA)(set-info :status sat)" + box((0, "(/ 2 3)")) + "(assert (> X_0 0))(check-sat)(exit)"
+    assert cases(framed, 1, 2)[0].box == ((0, Fraction(2, 3)),)
+    assert cases(box((0, 1)) + "(assert (> X_0 1))", 1, 2) == cases(box((0, 0)) + "(assert (< X_0 0))", 1, 2) == []
     assert cases(box((1, 0)), 1, 2) == cases(box((0, 1)) + "(assert (<= 1 0))", 1, 2) == []
 
 
@@ -278,7 +288,9 @@ def test_boxes_of_cases() -> None:
         (box((0, 1)) + "(declare-const)", "expected a number or a variable"),
         (box((0, 1)) + "(assert (<= Y_0 X_0))", "that mixes variables"),
         (box((0, 1)) + "(assert (<= (* Y_0 Y_0) X_0))", "expected a linear term"),
-        (box((0, 1)) + "(assert (<= (/ Y_0 2) 1))", "expected a linear term"),
+        (box((0, 1)) + "(assert (<= (/ 2 Y_0) 1))", "/ by numbers other than 0, got ['/', '2', 'Y_0']"),
+        (box((0, 1)) + "(assert (<= (/ Y_0 (- 1 1)) 1))", "expected a linear term"),
+        (box((0, 1)) + "(check-sat)(assert (<= Y_0 1))", "got ['check-sat']"),
         (box((0, 1)) + "(assert (xor (<= Y_0 1)))", "expected and, or, not"),
         (box((0, 1)) + "(assert ((and) (<= Y_0 1)))", "expected and, or, not"),
         (box((0, 1)) + "(assert (<= Y_0 1e9999999))", "got 1e9999999"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
+import math
 import pickle
 import tracemalloc
 import warnings
@@ -23,7 +25,7 @@ from lipkit import certify, export, lipschitz
 from lipkit.cli.bound import read
 from lipkit.errors import DataError, NoRuleError, ShapeError
 from lipkit.interop import load_program
-from lipkit.interop.program_reader import OPERATORS, read_program
+from lipkit.interop.program_reader import OPERATORS, _function, read_program
 
 SLOW = ("LeNet", "VGG-11", "ResNet-18", "ResNet-50", "WRN-16-4", "DenseNet", "SqueezeNet", "MobileNetV2", "ConvNeXt")
 
@@ -105,10 +107,48 @@ def tokens(s: Any, x: Tensor) -> Tensor:
     return torch.stack((q, q), 2)[:, 0]
 
 
+def steps(s: Any, x: Tensor, *start: Any) -> Tensor:
+    """A recurrent network that starts from constant rows."""
+    state = torch.zeros(x.shape[0], 4, device=x.device, dtype=x.dtype) + x.new_full((x.size(0), 4), 0.5)
+    state = state + x.new_zeros(x.size(0), 1) + torch.ones(x.size(0), 4)
+    for now in x.unbind(2):
+        state = torch.tanh(F.linear(now, s.w) + 0.1 * state.to(x.device))
+    return state
+
+
+def constants(s: Any, x: Tensor) -> Tensor:
+    fours = torch.full_like(s.w, 4.0) + torch.ones_like(s.w) + torch.full((4, 4), 0.5) + s.w.new_ones(4, 4)
+    return F.linear(x.mT, torch.eye(4) + torch.eye(4, 4) + fours * 2 ** torch.arange(4.0) + torch.arange(1, 9, 2))
+
+
+def in_place(s: Any, x: Tensor) -> Tensor:
+    x = F.selu(F.celu(s.same(x), 0.5, inplace=True), inplace=True)
+    return F.mish(F.hardswish(F.silu(x, inplace=True), inplace=True), inplace=True)
+
+
+def masks(s: Any, x: Tensor) -> Tensor:
+    hidden = torch.tril(torch.ones(4, 6)) == 0
+    seen = torch.logical_not(torch.ones(4, 6).triu(3)) != 0
+    y = torch.where(~hidden, x, -math.inf).softmax(-1) + x.masked_fill(~seen, -math.inf).softmax(-1)
+    rows = -(torch.exp(s.w[0, :1].expand(x.shape[0], 1)) ** 2)
+    return y * torch.linspace(0, 1, 6) + rows.unsqueeze(-1)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "f",
     [
+        steps,
+        masks,
+        constants,
+        in_place,
+        lambda s, x: x.unfold(2, 2, 2).mean(-1) + x.unfold(2, 3, 1).mean(-1)[:, :, 1:],
+        lambda s, x: F.unfold(x.unsqueeze(1), (2, 3), (1, 2), (1, 0), (2, 1)),
+        lambda s, x: F.fold(x.unsqueeze(3).expand(-1, -1, -1, 2).flatten(2), (4, 5), 2, 1, 0, (1, 1)),
+        lambda s, x: x[:, [3, 0, 1]][..., torch.tensor([0, 0, 5])],
+        lambda s, x: F.instance_norm(x, weight=s.w[0], bias=s.w[1], eps=0.5),
+        lambda s, x: F.linear(x.mT, s.w[: x.size(1), : x.size(1)]),
+        lambda s, x: F.linear(x.mT, torch._weight_norm(s.w, s.w[:, :1], 0)),
         lambda s, x: s.slopes(s.same(x))[:, :3, 1:4],
         standardised,
         tokens,
@@ -118,6 +158,17 @@ def tokens(s: Any, x: Tensor) -> Tensor:
         lambda s, x: F.interpolate(x.unsqueeze(1), scale_factor=2.0, mode="bilinear"),
     ],
     ids=[
+        "constant rows",
+        "masks",
+        "constants",
+        "activations in place",
+        "windows along a dimension",
+        "windows of an image",
+        "windows put together",
+        "chosen entries",
+        "instance normalisation",
+        "the whole of a weight",
+        "normalised weights",
         "slices, slopes",
         "standardised weights",
         "tokens",
@@ -133,6 +184,24 @@ def test_parts_of_common_networks_have_the_same_constants(f: Any, tmp_path: Path
     found, known = load_program(write(model, (4, 6), tmp_path / "net.pt2")), export(model, (4, 6))
     torch.testing.assert_close(found(x), model(x), rtol=1e-6, atol=1e-6)
     assert float(lipschitz(found)) == pytest.approx(float(lipschitz(known)), rel=1e-9)
+
+
+def test_functions_take_the_arguments_of_their_operators_in_their_order() -> None:
+    """A function of the same name as an operator may be another one: F.unfold is im2col, not unfold."""
+    checked = 0
+    for schema in torch._C._jit_get_all_schemas():
+        home, _, base = schema.name.partition("::")
+        name = f"{base}.{schema.overload_name or 'default'}"
+        function = None if home != "aten" or name in OPERATORS or name.endswith("out") else _function(name)
+        given = [a.name.replace("train", "training") for a in schema.arguments if not a.kwarg_only]
+        try:
+            found = [*inspect.signature(function).parameters] if function in vars(F).values() else []
+        except ValueError:  # of C++, whose functions are the operators themselves
+            continue
+        if found[:1] == ["input"] and function is not F.log_softmax:  # which is refused
+            assert given[1:] == found[1 : len(given)], schema
+            checked += 1
+    assert checked > 10
 
 
 @pytest.mark.thorough
@@ -419,10 +488,24 @@ def test_numbers_of_a_sparse_file_are_not_read(program: Path, tmp_path: Path) ->
     assert peak < 1 << 26
 
 
+def test_an_operator_is_refused_by_name_where_the_file_does_not_say_which_line_made_it(tmp_path: Path) -> None:
+    def without_gradient(x: Tensor) -> Tensor:
+        with torch.no_grad():  # a call of a graph inside the graph
+            x = x * 2
+        return x + 1
+
+    with pytest.raises(NoRuleError, match=r"no rule for the operator torch\.ops\.higher_order\.wrap_with_set_grad"):
+        load_program(write(Refused(without_gradient).eval(), (4,), tmp_path / "net.pt2"))
+
+
 def test_values_too_large_for_memory_are_refused_before_it_is_taken(tmp_path: Path) -> None:
     path = write(Refused(lambda x: F.pad(x, (0, 2**20)) + 1).eval(), (4,), tmp_path / "net.pt2")
     huge = edit(GRAPH, lambda c: node(c)["inputs"][1].update(arg={"as_ints": [0, 2**40]}))
     with pytest.raises(DataError, match="pad: expected values of at most 67108864 numbers together, got 1099511627780"):
+        load_program(rewritten(path, huge))
+    path = write(Refused(lambda x: x + torch.zeros(2**20, 4).sum(0)).eval(), (4,), tmp_path / "net.pt2")
+    huge = edit(GRAPH, lambda c: node(c)["inputs"][0].update(arg={"as_ints": [2**38, 4]}))
+    with pytest.raises(DataError, match="expected values of at most 67108864 numbers together, got 1099511627"):
         load_program(rewritten(path, huge))
 
 

@@ -51,6 +51,20 @@ def test_a_convolution_takes_the_arguments_of_torch_in_their_order(name: str) ->
 
 
 @each_family
+def test_an_activation_behind_a_layer_may_work_in_place(name: str) -> None:
+    family = FAMILIES[name]
+    for (i, o), batch in (((3, 8), 64), ((4, 4), 2), ((4, 4), 64), ((16, 4), 8)):
+        torch.manual_seed(0)
+        layer, n = family.conv(i, o, 3, 2, dtype=torch.float64), 2 * _image(family, 3)
+        x, weights = torch.randn(batch, i, n, n, dtype=torch.float64), torch.randn(o, 1, 1, dtype=torch.float64)
+        gradients = [
+            torch.autograd.grad((weights * nn.ELU(inplace=inplace)(layer(x))).sum(), [*layer.parameters()])
+            for inplace in (False, True)
+        ]
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*gradients, strict=True))
+
+
+@each_family
 def test_a_dense_layer_takes_the_arguments_of_torch_in_their_order(name: str) -> None:
     layer = FAMILIES[name].linear(4, 6, False, "cpu", torch.float64)
     assert layer(torch.zeros(2, 3, 4, dtype=torch.float64)).shape == (2, 3, 6)

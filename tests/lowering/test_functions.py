@@ -159,6 +159,15 @@ SAME: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the format asked for": lambda s, x: (
         x + torch.finfo(x.dtype).eps * {x.dtype: 2.0}[s.linear(x).dtype] + (x.device.type == "cpu") * x.tanh()
     ),
+    "products added": lambda s, x: torch.addcmul(x, s.linear(x), s.w, value=-2) + s.w.addcmul(x, s.m),
+    "differences": lambda s, x: (
+        torch.diff(x, dim=1)[:, :1] * s.w + x.diff(2, -1, x[..., :1], append=x[..., 4:5]) + x[:, :2].diff(dim=1)
+    ),
+    "lengths": lambda s, x: torch.hypot(x, s.linear(x)) - x.hypot(2 * x.flip(2)),
+    "functions of equal rows": lambda s, x: torch.cat(
+        (-torch.exp(s.w.expand_as(x)), x, torch.zeros_like(x[..., :1]).repeat(1, 1, 6).matmul(s.linear.weight) ** 2), 2
+    ),
+    "modules made on the way": lambda s, x: nn.Sequential(nn.Softplus(), nn.ELU(inplace=True))(x) + nn.Softmax(1)(x),
     "products by name": lambda s, x: torch.addmm(s.w, mat1=x.mean(1), mat2=s.linear.weight),
 }
 
@@ -222,6 +231,7 @@ BOXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a bilinear form": lambda s, x: F.bilinear(s.linear(x), x, s.m[None].repeat(6, 2, 1), s.w) + s.pairs(x, x),
     "products of pairs": lambda s, x: torch.baddbmm(x.mT @ x, x.mT, s.linear(x), beta=0.5, alpha=2),
     "powers of numbers": lambda s, x: 2**x - torch.pow(s.w.abs() + 0.1, s.linear(x)) + torch.pow(0.5, x[:, :1]),
+    "interpolations": lambda s, x: torch.lerp(x, s.linear(x), x.sigmoid()) + torch.lerp(x, s.w.expand_as(x), weight=x),
     "neighbours": lambda s, x: F.local_response_norm(x, 3, 0.5) - F.local_response_norm(s.linear(x), 2, k=2.0),
 }
 

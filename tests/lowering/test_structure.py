@@ -735,7 +735,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "shift of the batch": (V, lambda s, x: x + x.size(0), "add.*size of the batch"),
     "weight of an operand": (V, lambda s, x: torch.add(x, x, alpha=x.shape[0]), "torch.add.*size of the batch"),
     "running maximum": (V, lambda s, x: torch.cummax(x, 1)[0], "torch.cummax"),
-    "interpolation by the input": (V, lambda s, x: torch.lerp(x, s.a(x), x), "torch.lerp.*constant weight"),
+    "interpolation by the input": (V, lambda s, x: torch.lerp(x, s.a(x), x), "torch.lerp.*one factor to be constant"),
     "interpolation without end": (V, lambda s, x: torch.lerp(x, s.a(x), math.inf), "torch.lerp.*finite.*got inf"),
     "running minimum": (V, lambda s, x: torch.cummin(x, 1)[0], "torch.cummin"),
     "limit beyond all numbers": (V, lambda s, x: x.clamp_min(-math.inf), "clamp_min.*numbers as limits"),

@@ -203,6 +203,20 @@ def test_a_module_used_twice_is_replaced_once() -> None:
     assert float(lipkit.lipschitz(result.model)) == 1.0
 
 
+def test_layers_that_no_family_replaces_are_reported() -> None:
+    torch.manual_seed(0)
+    steep, dropout = nn.ConvTranspose2d(3, 3, 2, stride=2), nn.Dropout()
+    steep.weight.data *= 9
+    model = nn.Sequential(steep, nn.PReLU(), nn.ReLU(), nn.GELU(), nn.MaxPool2d(3, 2), nn.MaxPool2d(2), dropout)
+    reasons = {row.name: row.reason for row in convert(model, "cayley").kept}
+    assert reasons.pop("0") == f"its constant is {float(lipkit.lipschitz(steep).detach()):.4g}"
+    assert reasons == {
+        "1": "no family replaces it: its constant may grow in training",
+        "3": "its constant is 1.129",
+        "4": "its constant is 2",
+    }
+
+
 def test_skip_refusals_and_unknown_words() -> None:
     result = convert(network(), "lot", skip=["2"], input_shape=(3, 8, 8))
     assert [row.name for row in result.converted] == ["0", "4"]
@@ -228,6 +242,7 @@ def test_options_that_do_not_go_together() -> None:
         ({"layer": None, "input_shape": shape, "forward": "rebuild"}, "layer: expected a family for forward='rebuild'"),
         ({"layer": None, "input_shape": shape, "factor": 2}, "layer: expected a family for .*{'factor': 2}, got None"),
         ({"input_shape": shape, "activation": "maxmin"}, "activation: expected None where the forward pass is kept"),
+        ({"input_shape": shape, "box": (0, 1)}, "box: expected None where the forward pass is kept, got"),
         ({"input_shape": shape, "forward": "rebuild", "skip": ["0"]}, "skip: expected no names where .* rebuilt"),
     ):
         with pytest.raises(OptionError, match=words):

@@ -10,7 +10,7 @@ from benchmarks.architectures import NETWORKS, SMALL
 from torch import nn
 
 from lipkit import certify, export, lipschitz, save
-from lipkit.errors import OptionError
+from lipkit.errors import NoRuleError, OptionError
 from lipkit.layers import CayleyConv2d, ConvexSum, ScaledAvgPool2d
 from lipkit.models import build, convert
 from lipkit.modules import Blend, Concatenate, Graph, MaxMin
@@ -31,6 +31,25 @@ def test_every_layer_is_constrained_and_the_constant_is_1(name: str) -> None:
     with torch.no_grad():
         assert torch.allclose(plain(x), result.model(x), atol=1e-5)
     assert not any(isinstance(m, (nn.Conv2d, nn.BatchNorm2d)) for m in result.model.modules())
+
+
+def test_products_are_limited_by_a_box() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.value(x) * self.gate(x).sigmoid()
+
+    with pytest.raises(NoRuleError, match=r"give the range of the inputs, such as box=\(0, 1\)"):
+        convert(Gate().eval(), "cayley", input_shape=(4,), forward="rebuild")
+    result = convert(Gate().eval(), "cayley", input_shape=(4,), forward="rebuild", box=(0, 1))
+    assert [row.new for row in result.converted] == ["CayleyLinear"] * 2
+    assert [row.kind for row in result.kept] == ["Product"]
+    x = torch.rand(64, 4)
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda one: result.model(one[None])[0]))(x).detach()
+    assert float(torch.linalg.matrix_norm(jacobians, 2).max()) <= float(lipschitz(export(result.model, (4,)))) < 2.5
 
 
 def test_blocks_of_a_transposed_convolution_are_a_convolution_and_a_shuffle() -> None:

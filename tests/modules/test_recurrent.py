@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,23 +150,27 @@ def test_other_networks_of_torch_are_refused(rnn: nn.RNN) -> None:
 @pytest.mark.thorough
 def test_a_trained_network_with_its_own_forward_pass() -> None:
     class Trained(nn.Module):
-        def __init__(self, last: bool, start: Callable[[Tensor], Any] | None = None) -> None:
+        def __init__(self, last: bool, start: Callable[[Tensor], Any] | None = None, layers: int = 1) -> None:
             super().__init__()
-            self.rnn, self.head, self.last = nn.RNN(2, 3, batch_first=True), nn.Linear(3, 2), last
+            self.rnn, self.head, self.last = nn.RNN(2, 3, layers, batch_first=True), nn.Linear(3, 2), last
             self.start = start
 
         def forward(self, u: Tensor) -> Tensor:
             start = self.start(u) if self.start else ()
             outputs, state = self.rnn(**start) if isinstance(start, dict) else self.rnn(u, *start)
-            return self.head(outputs[:, -1] if self.last else state[0])
+            return self.head(outputs[:, -1] if self.last else state[-1])
 
     torch.manual_seed(0)
     model, u = Trained(last=True).eval(), torch.randn(4, 6, 2)
     plain = export(model, (6, 2))
     assert torch.allclose(plain(u), model(u), atol=1e-6)
     assert 0 < float(lipschitz(plain)) < 10
-    with pytest.raises(NoRuleError, match=r"the last state: read outputs\[:, -1\]"):
-        export(Trained(last=False).eval(), (6, 2))
+    by_state = Trained(last=False).eval()
+    by_state.load_state_dict(model.state_dict())
+    assert torch.equal(export(by_state, (6, 2))(u), plain(u))
+    assert float(lipschitz(by_state, (6, 2)).detach()) == float(lipschitz(plain))
+    with pytest.raises(NoRuleError, match=r"the last states: read outputs\[:, -1\]"):  # of two layers
+        export(Trained(last=False, layers=2).eval(), (6, 2))
     for start in (lambda u: [torch.zeros(1, u.size(0), 3)], lambda u: [None]):
         beginning = Trained(True, start).eval()
         beginning.load_state_dict(model.state_dict())
@@ -205,16 +210,12 @@ STARTS = {"none": None, "zeros": lambda x: torch.zeros(x.shape[0], 3, dtype=x.dt
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize(
-    "cell",
-    [
-        *(nn.RNNCell(3, 3), nn.RNNCell(3, 3, nonlinearity="relu"), nn.RNNCell(3, 3, bias=False)),
-        *(nn.GRUCell(3, 3), nn.GRUCell(3, 3, bias=False), nn.LSTMCell(3, 3), nn.LSTMCell(3, 3, bias=False)),
-    ],
-)
-def test_cells_called_step_by_step(cell: nn.RNNCellBase, start: str) -> None:
-    model = Steps(copy.deepcopy(cell), STARTS[start]).double().eval()
-    gated, x = not isinstance(cell, nn.RNNCell), torch.rand(7, 2, 3, dtype=torch.float64) * 2 - 1
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu"), nn.GRUCell, nn.LSTMCell])
+def test_cells_called_step_by_step(kind: Callable[..., nn.RNNCellBase], bias: bool, start: str) -> None:
+    cell = kind(3, 3, bias=bias)  # made here, where the numbers are drawn with the seed of the test
+    model = Steps(cell, STARTS[start]).double().eval()
+    gated, x = not isinstance(cell, nn.RNNCell), torch.rand(99, 2, 3, dtype=torch.float64) * 2 - 1
     if gated:
         with pytest.raises(NoRuleError, match="box"):
             export(model, (2, 3))
@@ -222,7 +223,7 @@ def test_cells_called_step_by_step(cell: nn.RNNCellBase, start: str) -> None:
     torch.testing.assert_close(plain(x), model(x), rtol=1e-12, atol=1e-12)
     jacobians = torch.func.vmap(torch.func.jacrev(lambda v: plain(v[None])[0]))(x).flatten(1, 1).flatten(2)
     slope = float(torch.linalg.matrix_norm(jacobians.detach(), 2).max())
-    assert slope <= float(lipschitz(plain)) <= (100 if gated else 3) * slope
+    assert slope <= float(lipschitz(plain)) <= (100 if gated else 5) * slope
 
 
 def test_one_step_of_a_cell() -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from lipkit.modules.registry import output_shape
 _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d{0,400}|\.\d{1,400})([eE][+-]?\d{1,3})?", re.ASCII)
 _FLIPPED = {"<=": ">", "<": ">=", ">=": "<", ">": "<=", "=": "!=", "==": "!=", "!=": "="}
 _MOST_CASES = 1 << 16
+# Commands of SMT-LIB that assert nothing: anywhere, and behind all assertions.
+_SETTINGS, _LAST = ("set-logic", "set-info", "set-option"), (["check-sat"], ["get-model"], ["exit"])
 
 
 class Atom(NamedTuple):
@@ -33,7 +35,7 @@ class Atom(NamedTuple):
     bound: Fraction
     strict: bool
 
-    def met(self, values: dict[str, Sequence[float]]) -> bool:
+    def met(self, values: Mapping[str, Sequence[Any] | Mapping[int, Any]]) -> bool:
         """True if these inputs and outputs meet the condition, in exact arithmetic."""
         total = sum((f * Fraction(values[name][i]) for (name, i), f in self.factors), Fraction())
         return total < self.bound if self.strict else total <= self.bound
@@ -73,8 +75,12 @@ def cases(text: str, inputs: int, outputs: int) -> list[Case]:
     >>> [(str(case.box[0][1]), len(case.outputs)) for case in cases(unsafe, 1, 2)]
     [('3/2', 1), ('3/2', 1)]
     """
-    formulas, sizes = [], {"X": inputs, "Y": outputs}
-    for term in _terms(text):
+    formulas, sizes, terms = [], {"X": inputs, "Y": outputs}, _terms(text)
+    while terms and terms[-1] in _LAST:
+        terms.pop()
+    for term in terms:
+        if isinstance(term, list) and term and term[0] in _SETTINGS:
+            continue
         known = isinstance(term, list) and term[:1] in (["assert"], ["declare-const"], ["declare-fun"])
         if not known or term == ["assert"]:
             raise OptionError(f"expected (declare-const NAME Real) and (assert FORMULA), got {str(term)[:80]}")
@@ -108,6 +114,8 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
     head, rest = (term[0], term[1:]) if isinstance(term, list) and term else (None, [])
     if head == "not" and len(rest) == 1:
         return _normal(rest[0], not negated, sizes)
+    if head == "=>" and len(rest) == 2:
+        return _normal(["or", ["not", rest[0]], rest[1]], negated, sizes)
     if head in ("and", "or"):
         parts = [_normal(part, negated, sizes) for part in rest]
         if (head == "or") != negated:  # De Morgan: a negated and is an or
@@ -118,7 +126,7 @@ def _normal(term: Any, negated: bool, sizes: dict[str, int]) -> list[list[Atom]]
     if head in ("<=", "<", ">=", ">", "=") and len(rest) > 2:  # (<= a b c): a <= b and b <= c
         return _normal(["and", *([head, *pair] for pair in itertools.pairwise(rest))], negated, sizes)
     if not isinstance(head, str) or head not in _FLIPPED or len(rest) != 2:
-        raise OptionError(f"expected and, or, not or a comparison of two terms, got {str(term)[:80]}")
+        raise OptionError(f"expected and, or, not, => or a comparison of two terms, got {str(term)[:80]}")
     sign = _FLIPPED[head] if negated else head
     apart = _linear(["-", *rest], sizes)
     less, more = (
@@ -142,8 +150,12 @@ def _linear(term: Any, sizes: dict[str, int]) -> dict[Any, Fraction]:
         return {(name, int(place)): Fraction(1)}
     head, parts = (term[0], [_linear(part, sizes) for part in term[1:]]) if term else ("", [])
     moving = [part for part in parts if set(part) != {None}]
+    if head == "/" and len(parts) > 1 and all(set(part) == {None} and part[None] for part in parts[1:]):
+        divisor = math.prod(part[None] for part in parts[1:])
+        return {key: f / divisor for key, f in parts[0].items()}
     if head not in ("+", "-", "*") or not parts or (head == "*" and len(moving) > 1):
-        raise OptionError(f"expected a linear term of numbers, variables, +, - and *, got {str(term)[:80]}")
+        known = "numbers, variables, +, -, * and / by numbers other than 0"
+        raise OptionError(f"expected a linear term of {known}, got {str(term)[:80]}")
     if head == "*":
         factor = math.prod((part[None] for part in parts if set(part) == {None}), start=Fraction(1))
         return {key: factor * f for key, f in (moving or [{None: Fraction(1)}])[0].items()}
@@ -172,4 +184,8 @@ def _case(clause: list[Atom], inputs: int) -> Case | None:
             raise OptionError(f"expected a lowest and a highest value of each input, got none of X_{i}")
     box = tuple((ends[0][i], ends[1][i]) for i in range(inputs))
     outputs, given = (tuple(a for a in clause if a.factors and a.factors[0][0][0] == name) for name in "YX")
-    return None if any(low > high for low, high in box) else Case(box, outputs, given)
+    if any(low > high for low, high in box):
+        return None
+    # One end of the box meets a strict condition, unless no input in it does.
+    met = (any(atom.met({"X": {i: end}}) for end in box[i]) for atom in given for (_, i), _ in atom.factors)
+    return Case(box, outputs, given) if all(met) else None

@@ -297,7 +297,7 @@ class _PhaseProduct(torch.autograd.Function):
         step = _images_per_piece(x, max(cin, cout), size, FORWARD_BYTES)
         # Two buffers serve all pieces in turn: each step writes into the one that the step before has finished with.
         rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
-        y = x.new_empty(b, h, w, cout).permute(0, 3, 1, 2)
+        y = torch.empty(b, cout, h, w, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)  # no view
         constant = None if bias is None else bias * math.sqrt(len(matrix))
         for first in range(0, b, step):
             rows = _transform(phase_order(x[first : first + step], size), matrix, *rooms)

@@ -217,7 +217,7 @@ def to_images(
     n = b * c
     rows = rows.reshape(h * w, n)
     if len(matrices) == 1:
-        return (rows.mT @ matrices[0]).reshape(b, c, h, w)
+        return _images(rows.mT, matrices[0], (b, c, h, w), pure)
     p = _stages(matrices)
     first, second, third = (part.mT for part in p.split_rows(rows))
     if pure:
@@ -229,7 +229,16 @@ def to_images(
         _product(own, second, p.own_pair, add=True)
         _product(cosines, third, p.cosine)
         _product(sines, third, p.sine)
-    return (along.reshape(w, n * h).mT @ p.width).reshape(b, c, h, w)
+    return _images(along.reshape(w, n * h).mT, p.width, (b, c, h, w), pure)
+
+
+def _images(a: Tensor, b: Tensor, shape: tuple[int, ...], pure: bool) -> Tensor:
+    """``a @ b`` of this shape; no view unless ``pure``: nn.ReLU(inplace=True) may not overwrite views of a Function."""
+    if pure:
+        return (a @ b).reshape(shape)
+    images = a.new_empty(shape)
+    torch.mm(a, b, out=images.view(len(a), b.shape[1]))
+    return images
 
 
 class Symbol(NamedTuple):

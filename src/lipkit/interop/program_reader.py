@@ -48,6 +48,16 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return F.elu(x, alpha)
 
 
+def _maker(name: str) -> Callable[..., Tensor]:
+    """The function of torch, or method, of this name that makes a constant; where in memory computes nothing."""
+    make = getattr(torch, name, None) or (lambda x, *args, **named: getattr(x, name)(*args, **named))
+    return lambda *args, dtype=None, **_: make(*args, dtype=dtype)
+
+
+_STORED = "bitwise_not", "eq", "logical_not", "ne", "tril", "triu"  # of masks, which are stored numbers
+_NAMES = "arange eye full full_like linspace new_full new_ones new_zeros ones ones_like zeros zeros_like"
+_MAKERS = {name: _maker(name) for name in _NAMES.split()}
+
 # Operators whose functions of torch have arguments of another name or order, or fewer of them.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "adaptive_max_pool1d.default": lambda x, size: (F.adaptive_max_pool1d(x, size), None),  # no indices
@@ -55,13 +65,20 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "batch_norm.default": lambda x, weight, bias, mean, var, training, momentum, eps, cudnn: F.batch_norm(
         x, mean, var, weight, bias, training, momentum, eps
     ),
+    "_weight_norm.default": torch._weight_norm,
     "clone.default": lambda x, memory_format=None: x.clone(),
+    "col2im.default": F.fold,
     "contiguous.default": lambda x, memory_format=None: x.contiguous(),
-    "detach_.default": lambda x: x.detach(),
+    **dict.fromkeys(("alias.default", "detach_.default"), lambda x: x.detach()),
     "einsum.default": lambda equation, tensors: torch.einsum(equation, *tensors),
     "elu.default": _elu,
     "expand.default": lambda x, size, implicit=False: x.expand(tuple(size)),  # one tuple: x may be a buffer
     "group_norm.default": _without_cudnn(F.group_norm),
+    "im2col.default": F.unfold,
+    "index.Tensor": lambda x, indices: x[tuple(slice(None) if i is None else i for i in indices)],
+    "instance_norm.default": lambda x, weight, bias, mean, var, own, momentum, eps, cudnn: F.instance_norm(
+        x, mean, var, weight, bias, own, momentum, eps
+    ),
     "layer_norm.default": _without_cudnn(F.layer_norm),
     "lift_fresh_copy.default": lambda x: x.clone(),
     "linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, dtype=None: torch.linalg.vector_norm(
@@ -70,7 +87,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "log_sigmoid.default": lambda x: F.logsigmoid(x),
     "mT.default": lambda x: x.mT,
     "numpy_T.default": lambda x: x.T,
-    "silu_.default": lambda x: F.silu(x, inplace=True),
+    **{f"{f.__name__}_.default": partial(f, inplace=True) for f in (F.celu, F.hardswish, F.mish, F.selu, F.silu)},
+    "pow.Scalar": torch.pow,
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
         (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
     ],
@@ -78,11 +96,12 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "split_with_sizes.default": lambda x, sizes, dim=0: x.split(sizes, dim),
     "sym_size.int": lambda x, dim: x.size(dim),
     "tensordot.default": lambda a, b, first, last: torch.tensordot(a, b, (first, last)),
+    "to.dtype_layout": lambda x, dtype, **_: x.to(dtype),
+    "unfold.default": lambda x, dim, size, step: x.unfold(dim, size, step),  # F.unfold is im2col
     "upsample_bicubic2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bicubic", corners),
     "upsample_bilinear2d.vec": lambda x, size, corners, scales: F.interpolate(x, size, scales, "bilinear", corners),
     "upsample_nearest2d.vec": lambda x, size, scales: F.interpolate(x, size, scales),
     **dict.fromkeys(("where.self", "where.ScalarOther", "where.ScalarSelf"), torch.where),  # as a method: x.where(mask)
-    "zeros_like.default": lambda x, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
 }
 _OF_SIZES = {f"_operator.{name}": getattr(operator, name) for name in ("add", "floordiv", "mul")}
 
@@ -92,11 +111,11 @@ def _function(name: str) -> Callable[..., Any] | None:
 
     In-place operators also change aliases, so they stay in place and the export checks them.
     """
-    if (found := OPERATORS.get(name) or _OF_SIZES.get(name)) is not None:
-        return found
     base = name.partition(".")[0]
+    if (found := OPERATORS.get(name) or _OF_SIZES.get(name) or _MAKERS.get(base)) is not None:
+        return found
     found = getattr(F, base, None) or (None if hasattr(Tensor, base) else getattr(torch, base, None))
-    if (found or base) not in {*FUNCTIONS, *COMPOSED} - {F.instance_norm} and base not in KINDS:  # of another order
+    if (found or base) not in {*FUNCTIONS, *COMPOSED, *_STORED} and base not in KINDS:
         return None
     return found or (lambda x, *args, **more: getattr(x, base)(*args, **more))
 
@@ -225,10 +244,9 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
         if name.partition(".")[0] in _CHECKS:
             continue
         if (function := _function(name)) is None:
-            where = node["metadata"].get("stack_trace", "").strip().splitlines()[-1:]
-            raise NoRuleError(
-                f"{path}: no rule for the operator {node['target']}{f' in {where[0].strip()!r}' * bool(where)}"
-            )
+            line = node["metadata"].get("stack_trace", "").strip().rpartition("\n")[2].strip()
+            where = f" in {line!r}" if line else ""
+            raise NoRuleError(f"{path}: no rule for the operator {node['target']}{where}")
         arguments = {item["name"]: item["arg"] for item in node["inputs"]}
         if len(arguments) < len(node["inputs"]):
             raise DataError(f"{path}: expected each argument of {node['target']} once, got {node['inputs']}")
@@ -245,7 +263,7 @@ def _network(module: Mapping[str, Any], stored: Mapping[str, Tensor], path: str 
 def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """The number, the tensor or the size that an argument of the file names."""
     ((kind, content),) = argument.items()
-    if kind in ("as_none", "as_memory_format"):  # an order in memory computes nothing
+    if kind in ("as_none", "as_device", "as_layout", "as_memory_format"):  # places in memory compute nothing
         return None
     if kind == "as_float":
         return float(content)  # infinite ones are words
@@ -263,6 +281,8 @@ def _value(argument: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
         return [_value({"as_sym_int": one}, values) for one in content]
     if kind == "as_optional_tensor":
         return _value(content, values)
+    if kind == "as_optional_tensors":
+        return [_value(one, values) for one in content]
     raise NoRuleError(f"a .pt2 file: expected numbers, tensors and sizes as arguments, got one of kind {kind!r}")
 
 

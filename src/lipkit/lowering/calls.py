@@ -118,9 +118,9 @@ class Calls(TorchFunctionMode):
             form = (value.dtype, tuple(value.shape))
             if value in self._moving or value.layout is not torch.strided or value.is_complex() or value.is_meta:
                 return form
-            # Two sums identify a constant without keeping it.
+            # Two sums identify a constant without keeping it. None cancels, as that of centred weights would.
             numbers = value.detach().double()
-            return (*form, float(numbers.sum()), float(numbers.abs().sum()))
+            return (*form, float((numbers.abs() + numbers / 2).sum()), float(numbers.abs().sum()))
         if type(value) is self._size:
             return "the size of the batch"
         if isinstance(value, dict):

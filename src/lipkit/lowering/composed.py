@@ -69,6 +69,14 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 
     return torch.add(input if beta == 1 else beta * input, torch.matmul(mat1, mat2), alpha=alpha)
 
 
+def _diff(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+    parts = [t for t in (prepend, input, append) if t is not None]
+    y = torch.cat(parts, dim) if parts[1:] else input
+    for _ in range(n):
+        y = y.narrow(dim, 1, y.shape[dim] - 1) - y.narrow(dim, 0, y.shape[dim] - 1)
+    return y
+
+
 def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Any:
     first, last = ([*range(-dims, 0)], [*range(dims)]) if isinstance(dims, int) else dims
     left, right = [*string.ascii_lowercase[: a.ndim]], [*string.ascii_uppercase[: b.ndim]]
@@ -142,6 +150,9 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: torch.norm(x1 - x2 + eps, p, -1, keepdim),
     "cdist": lambda x1, x2, p=2.0, **options: torch.norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1),
     "expand_as": lambda input, other: input.expand(other.shape),
+    "addcmul": lambda input, tensor1, tensor2, *, value=1: torch.add(input, tensor1 * tensor2, alpha=value),
+    "diff": _diff,
+    "hypot": lambda input, other: torch.linalg.vector_norm(torch.stack((input, other), -1), dim=-1),
     "addmm": _addmm,
     "baddbmm": lambda input, batch1, batch2, **named: _addmm(input, batch1, batch2, **named),
     "tensordot": _tensordot,

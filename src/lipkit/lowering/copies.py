@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError, first_line
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
@@ -123,6 +123,8 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
         return int.__int__(value) if isinstance(value, int) else value  # sizes of batches are of a type of their own
     if isinstance(value, (type, ModuleType)):
         return type(value)
+    if isinstance(value, fx.Graph):
+        return str(value)  # of a module that torch.fx made: a copy has nodes of its own
     if id(value) in seen:
         return seen[id(value)][1]
     seen[id(value)] = value, type(value)  # keeps the value alive, so that no other gets its id

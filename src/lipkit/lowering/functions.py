@@ -56,6 +56,9 @@ plain(torch.rsub, place=joined)(lambda call, x, y, *, alpha=1: _add(call, y, x, 
 
 @plain(torch.lerp, "lerp", "lerp_", place=joined)
 def _lerp(call: Build, input: Any, end: Any, weight: Any) -> Value:
+    if isinstance(weight, Operand):
+        step = call.result(_mul(call, weight, call.result(_add(call, end, input, alpha=-1))))
+        return _add(call, input, step)
     w = call.number(weight, "weight")
     stored = [w, *(call.number(t, "value") for t in (input, end) if not isinstance(t, Operand))]
     call.require(all(map(all_finite, stored)), FINITE)
@@ -79,7 +82,7 @@ def _mul(call: Build, x: Any, y: Any) -> int:
 def _chosen(call: Build, otherwise: Any, x: Any, condition: Any) -> int:
     """``x`` where the condition holds, each of the two also with a mask of -inf."""
     (x, first), (otherwise, second) = call.unmasked(x), call.unmasked(otherwise)
-    value, here = _lerp(call, otherwise, x, condition), call.number(condition, "condition").bool()
+    here, value = call.number(condition, "condition").bool(), _lerp(call, otherwise, x, condition)
     return call.masked(value, (first & here) | (second & ~here))
 
 
@@ -507,4 +510,4 @@ def _logsumexp(call: Build, x: Operand, dim: Any, keepdim: bool = False) -> int:
     return call.keep(x)  # its gradient is a softmax, of norm at most 1
 
 
-function_rule(torch.atan, "atan")(lambda call, x: call.keep(x))  # its slope is at most 1
+function_rule(torch.atan, torch.arctan, "atan", "arctan")(lambda call, x: call.keep(x))  # its slope is at most 1

@@ -31,7 +31,7 @@ from lipkit.modules.parametrised import settled
 from lipkit.modules.plain import Shape
 from lipkit.modules.recurrent import Outputs
 from lipkit.modules.registry import LATER, export_plain, lipschitz, what_is_missing
-from lipkit.modules.views import Reshape
+from lipkit.modules.views import Piece, Reshape
 from lipkit.proof.roundoff import WIDE
 
 # Functions that take the sizes of their result.
@@ -128,8 +128,13 @@ class Interpreter:
             if len(results) == 1 or not _unread(node, i, len(results)):
                 self._check_dtype(node, result.dtype)
         if node.op == "call_module" and isinstance(value, tuple):
-            # Of nn.RNN: the outputs of all steps, and a last state, which they hold as well.
-            return replace(value[0], number=self._module(node, given[0])), "the last state: read outputs[:, -1]"
+            # Of nn.RNN: the outputs of all steps, and the last states, of which they hold that of the last layer.
+            number, last = self._module(node, given[0]), "the last states: read outputs[:, -1]"
+            if value[1].shape[0] == 1 and not _unread(node, 1, 2):
+                self.labels.append(self.labels[-1])
+                steps = value[0].shape[0]
+                last = replace(value[1], number=self.wiring.add(Piece(1, steps - 1, steps), number))
+            return replace(value[0], number=number), last
         if node.op == "call_module":
             return replace(value, number=self._module(node, given[0]))
         found = self._function(node, given[0], given[1], results)

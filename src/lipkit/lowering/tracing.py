@@ -53,8 +53,9 @@ _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_fu
 _SIZED = ("view", "reshape", torch.reshape)
 _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
-            "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
-            "flatten", "unflatten", operator.matmul, torch.matmul, F.linear,
+            "expand", "repeat", operator.neg, "neg", operator.pow, "pow", torch.exp, "exp", torch.sqrt, "sqrt", "clamp",
+            torch.clamp, "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
+            "flatten", "unflatten", operator.matmul, torch.matmul, "matmul", F.linear,
             operator.getitem, torch.stack, torch.chunk, "chunk", torch.split, "split", torch.unbind, "unbind",
             nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm,
             *(one for row in ACTIVATIONS.values() if row.functions for one in (row.kind, *row.functions)))  # fmt: skip
@@ -456,7 +457,7 @@ class _Tracer(fx.Tracer):
         return proxy
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._evaluating:
+        if self._evaluating or m not in (self.submodule_paths or {}):  # in no module: nn.ReLU()(x) is what it calls
             return forward(*args, **kwargs)
         self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))  # "net": of `Root`
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,6 +70,7 @@ def convert(
     forward: Literal["keep", "rebuild"] = "keep",
     activation: Literal["maxmin"] | None = None,
     skip: Collection[str] = (),
+    box: tuple[float, float] | None = None,
     **options: Any,
 ) -> Conversion:
     r"""A copy of ``model`` whose convolutions and linear layers belong to one family, with weights near the old ones.
@@ -106,6 +108,7 @@ def convert(
         forward: whether the forward pass is kept or rebuilt.
         activation: with ``forward="rebuild"``, ``"maxmin"`` replaces scalar activations of even numbers of channels.
         skip: with ``forward="keep"``, names of modules to leave alone, with all inside them.
+        box: with ``forward="rebuild"``, the range of the inputs, which limits products of values as in `lipkit.export`.
         options: keyword options of the family's convolution, for instance ``orthogonalize="bjorck"`` of LOT.
 
     Returns:
@@ -144,10 +147,11 @@ def convert(
         raise OptionError("input_shape: expected the shape of one input, to run the model on, got None")
     if layer is None and (rebuild or options):
         raise OptionError(f"layer: expected a family for forward={forward!r} and {dict(options)}, got None")
-    if activation is not None and not rebuild:
-        raise OptionError(f"activation: expected None where the forward pass is kept, got {activation!r}")
     if skip and rebuild:
         raise OptionError(f"skip: expected no names where the forward pass is rebuilt, got {sorted(skip)}")
+    for name, value in (("activation", activation), ("box", box)):
+        if value is not None and not rebuild:
+            raise OptionError(f"{name}: expected None where the forward pass is kept, got {value!r}")
 
     def skipped(name: str) -> bool:
         return any(name == s or name.startswith(f"{s}.") for s in skip)  # the module, or one inside it
@@ -162,7 +166,7 @@ def convert(
         return Conversion(plain.eval(), tuple(rows), ())
     if rebuild and input_shape is not None:
         builder = Builder(families.get(layer), options, activation)
-        made = builder.network(export(plain, input_shape))
+        made = builder.network(export(plain, input_shape, box=box))
         return Conversion(made, tuple(builder.converted), tuple(builder.kept))
     converter = Converter(families.get(layer), options)
     result = _constrained(plain, converter, input_shape, skipped)
@@ -198,7 +202,7 @@ def _constrained(
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Why the report lists a module that is neither a linear layer nor a convolution; None if a rule bounds it."""
+    """Why the report lists a module that no family replaces; None if its constant stays at most 1 or needs a shape."""
     if isinstance(module, BATCH_NORMS):
         return 'its constant depends on its statistics: leave it out, or use forward="rebuild"'
     if parametrize.is_parametrized(module):
@@ -207,7 +211,17 @@ def _reason(module: nn.Module) -> str | None:
     leaf = not [*module.children()]  # a container counts only if it owns numbers
     if (leaf or own) and not bounded(type(module)):
         return "no Lipschitz rule: register one with lipkit.modules.lipschitz_rule, or replace it"
-    return None
+    with suppress(LipkitError):  # dropout in training, and what needs a shape
+        if (leaf or own) and (reason := _above(module)) is not None:
+            return reason
+    free = own and type(module).__module__.startswith("torch.nn")
+    return "no family replaces it: its constant may grow in training" if free else None
+
+
+def _above(module: nn.Module, shape: Shape | None = None) -> str | None:
+    """A module's constant, in words, if it is above 1 by more than rounding up adds."""
+    constant = float(lipschitz(module, shape).detach())
+    return f"its constant is {constant:.4g}" if constant > 1 + 1e-9 else None
 
 
 def rebuild(
@@ -293,11 +307,10 @@ class Builder(Converter):
             flat = [nn.Flatten()] if len(output_shape(module, shape)) == 1 else []
             return [ScaledAvgPool2d(pool), *flat]
         try:
-            if (constant := float(lipschitz(module, shape).detach())) > 1 + 1e-9:  # ignore what rounding up adds
-                self.keep(name, module, f"its constant is {constant:.4g}")
+            reason = _above(module, shape)
         except NoRuleError as error:
-            self.keep(name, module, str(error))
-        return [module]
+            reason = str(error)
+        return [module if reason is None else self.keep(name, module, reason)]
 
 
 def _same(new: nn.Module, old: nn.Module, shape: Shape) -> bool:

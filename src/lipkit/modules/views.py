@@ -42,8 +42,8 @@ class Reshape(Shown):
 def per_channel(module: Any, values: Tensor, x: Tensor) -> Tensor:
     """``values`` (..., n) shaped to meet dimension 1 of x; ``ShapeError`` unless x has the module's channels there."""
     if x.ndim < 2 or x.shape[1] != module.channels:
-        expected = f"expected {module.channels} channels in dimension 1"
-        raise ShapeError(f"{type(module).__name__}: {expected}, got shape {tuple(x.shape)}")
+        got = f"got shape {tuple(x.shape)}" + ": one sample is x[None]" * (x.ndim == 1)
+        raise ShapeError(f"{type(module).__name__}: expected {module.channels} channels in dimension 1, {got}")
     return values.view(*values.shape, *[1] * (x.ndim - 2))
 
 
