@@ -1060,3 +1060,25 @@ def test_the_export_of_a_network_of_halves_has_one_format(dtype: torch.dtype, ow
     torch.testing.assert_close(plain(x), network(x.to(dtype)).float(), rtol=0, atol=0.02)
     assert torch.equal(plain.state_dict()["3.weight"], network.head.weight.float())
     assert bool(certify(plain, x, plain(x).argmax(1)).radius.max() > 0)
+
+
+class Hidden(nn.Module):
+    """Layers in a plain list, which torch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(3, 3), nn.Linear(3, 2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.Tanh()(layer(x))
+        return x
+
+
+def test_a_layer_in_a_plain_list_is_refused_with_its_remedy() -> None:
+    with pytest.raises(NoRuleError, match=r"got .*Linear outside it: put the layers of a list or dict into nn\.ModuleL"):
+        export(Hidden(), (3,))
+    seen = Hidden()
+    seen.layers = nn.ModuleList(seen.layers)  # type: ignore[assignment]
+    x = torch.rand(4, 3)
+    assert torch.allclose(export(seen, (3,))(x), seen(x), atol=1e-6)

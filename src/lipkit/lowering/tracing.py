@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.lowering.composed import COMPOSED
 from lipkit.modules.activations import ACTIVATIONS
+from lipkit.modules.guarding import type_name
 from lipkit.modules.network import Network, first_floating
 from lipkit.modules.plain import bounded
 from lipkit.modules.registry import TRACED
@@ -457,7 +458,14 @@ class _Tracer(fx.Tracer):
         return proxy
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._evaluating or m not in (self.submodule_paths or {}):  # in no module: nn.ReLU()(x) is what it calls
+        if self._evaluating:
+            return forward(*args, **kwargs)
+        if m not in (self.submodule_paths or {}):  # in no module: nn.ReLU()(x) is what it calls
+            if next(m.parameters(), None) is not None:
+                raise NoRuleError(
+                    f"expected every layer in the model, got {type_name(type(m))} outside it: put the layers of a "
+                    "list or dict into nn.ModuleList or nn.ModuleDict, or they are neither trained nor saved with it"
+                )
             return forward(*args, **kwargs)
         self._path.append(self.path_of_module(m).removeprefix("net").removeprefix("."))  # "net": of `Root`
         try:
