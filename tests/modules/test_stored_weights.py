@@ -85,6 +85,21 @@ def test_the_bound_is_that_of_the_stored_numbers(bits: int, excess: float, size:
     assert files[0] <= size * files[1]
 
 
+def test_each_tensor_has_bits_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = Network([nn.Linear(256, 256), MaxMin(), nn.Linear(256, 128), MaxMin(), nn.Linear(128, 300)], (256,))
+    save(network, tmp_path, bits={"0.weight": 8, "2.weight": 16})
+    read = load(tmp_path)
+    for place, most in ((0, 1 / 127), (2, 1 / 32767), (4, 0.0)):  # half of a step of the largest number in a block
+        error = (read[place].weight - network[place].weight).abs().max()
+        assert 0.2 * most / 16 <= float(error) <= 0.51 * most / 11  # weights up to 1/16 or 1/11
+    assert (tmp_path / "model.safetensors").stat().st_size < 256 * 256 * 1.1 + 256 * 128 * 2.2 + 128 * 300 * 4.2
+    with pytest.raises(OptionError, match=r"bits of tensors of the network, got 1\.weight"):
+        save(network, tmp_path, bits={"1.weight": 8})
+    with pytest.raises(OptionError, match="expected bits to be 8, 16 or None, got 4"):
+        save(network, tmp_path, bits={"0.weight": 4})
+
+
 @pytest.mark.thorough
 def test_a_rounded_network_is_certified_as_it_reads(tmp_path: Path) -> None:
     network = _network()

@@ -37,7 +37,7 @@ def test_there_are_some() -> None:
 @pytest.mark.parametrize("name", networks.names())
 def test_a_network_is_whole_and_small(name: str) -> None:
     folder = networks.folder(name)
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 3 * 2**20
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 5_000_000
     network = lipkit.load(name)
     assert sha256(network) == sha256(lipkit.load(folder / "network"))
     card = (folder / "README.md").read_text()

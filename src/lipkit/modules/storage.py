@@ -57,28 +57,29 @@ _BLOCK = 64
 _SMALLEST = 1 << 15
 
 
-def to_integers(tensors: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
+def to_integers(tensors: Mapping[str, Tensor], bits: int | Mapping[str, int]) -> dict[str, Tensor]:
     """Round tensors of at least 32,768 finite numbers to integers of ``bits`` bits, block by block; keep the others.
 
     n = round(w / step) with step = max |block| / (2^(bits-1) - 1). Each weight changes by at most step / 2, and by what
     rounding the step to a narrow format adds. ``NAME.steps`` (blocks,) are the steps of tensor ``NAME``. Tensors with
-    at most ``bits`` bits per number are kept, too.
+    at most ``bits`` bits per number are kept, too, and those that a mapping of names to bits leaves out.
 
     >>> stored = to_integers({"weight": torch.randn(256, 128), "bias": torch.zeros(256)}, 8)
     >>> {name: (t.dtype, tuple(t.shape)) for name, t in stored.items()}
     {'weight': (torch.int8, (256, 128)), 'weight.steps': (torch.float32, (512,)), 'bias': (torch.float32, (256,))}
     """
-    stored, most = dict[str, Tensor](), 2 ** (bits - 1) - 1
+    stored = dict[str, Tensor]()
     for name, tensor in tensors.items():
-        if tensor.numel() < _SMALLEST or 8 * tensor.itemsize <= bits or not bool(tensor.isfinite().all()):
+        wanted = bits.get(name, 64) if isinstance(bits, Mapping) else bits
+        if tensor.numel() < _SMALLEST or 8 * tensor.itemsize <= wanted or not bool(tensor.isfinite().all()):
             stored[name] = tensor
             continue
-        blocks = _blocks(tensor)
+        blocks, most = _blocks(tensor), 2 ** (wanted - 1) - 1
         steps = blocks.abs().amax(1) / most  # the largest number becomes the largest integer
         # Any step serves a block of zeros, or one whose division underflows.
         steps = torch.where(steps > 0, steps, torch.ones_like(steps))
         # If the step was rounded down, the largest number could exceed ``most`` and come back with the other sign.
-        integers = (blocks / steps[:, None]).round().clamp(-most, most).to(_INTEGERS[bits])
+        integers = (blocks / steps[:, None]).round().clamp(-most, most).to(_INTEGERS[wanted])
         stored[name] = integers.reshape(-1)[: tensor.numel()].reshape(tensor.shape)  # without the filling zeros
         stored[name + STEPS] = steps
     return stored
@@ -312,23 +313,29 @@ def float64_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if found.type == "mps" else found
 
 
-def save(network: Network, folder: str | Path, *, bits: int | None = None) -> Path:
+def save(network: Network, folder: str | Path, *, bits: int | Mapping[str, int] | None = None) -> Path:
     """Write an exported network to ``folder`` (made if needed): ``config.json`` and ``model.safetensors``.
 
     Args:
-        bits: 8 or 16 rounds the weights to integers of as many bits (`to_integers`): a quarter or half
-            of the size in float32. What ``load`` returns is then another network than ``network``: certify that one.
+        bits: 8 or 16 rounds the weights to integers of as many bits (`to_integers`): a quarter or half of the size in
+            float32. A mapping names tensors of ``state_dict()``: 8 bits for the largest and 16 for the others cost
+            little. What ``load`` returns is then another network than ``network``: certify that one.
 
     Raises:
         OptionError: ``network`` is not the result of ``lipkit.export``, or holds a module that is not plain, or one
-            with an argument that a configuration does not accept; ``bits`` is neither 8 nor 16. NoRuleError: hooks.
+            with an argument that a configuration does not accept; ``bits`` are neither 8 nor 16, or of no tensor.
+            NoRuleError: hooks.
     """
     if type(network) is not Network:
         raise OptionError(f"save: expected the result of lipkit.export, got {type(network).__qualname__}")
     guard_parts(network)
-    if bits not in (None, *BITS):
-        raise OptionError(f"save: expected bits to be 8, 16 or None, got {bits!r}")
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in network.state_dict().items()}
+    named = bits if isinstance(bits, Mapping) else {}
+    if unknown := sorted(map(str, named.keys() - tensors.keys())):
+        raise OptionError(f"save: expected bits of tensors of the network, got {', '.join(unknown)}")
+    for wanted in named.values() if isinstance(bits, Mapping) else (bits,):
+        if wanted not in (None, *BITS):
+            raise OptionError(f"save: expected bits to be 8, 16 or None, got {wanted!r}")
     stored = tensors if bits is None else to_integers(tensors, bits)
     if bits is not None:
         tensors, network = from_integers(stored), copy.deepcopy(network)
