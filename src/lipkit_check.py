@@ -1438,7 +1438,7 @@ def recurrent(config, get, shape):
     h = symmetric(h)
     # Errors: of the product P S, of the stored numbers, of the three numbers that are only near, and of roundings.
     sizes = [ops.rowsum(a) for a in (p, s, s.T, o, *((moved, moved.T) if nv else ()))]
-    error = ops.rounding(nx) * sizes[0] * root(sizes[1] * sizes[2]) + (nx + 8) * count * ops.unit
+    error = ops.rounding(nx) * sizes[0] * root(sizes[1] * sizes[2]) + (nx + 8 + given[2]) * count * ops.unit
     error += off * (sizes[0] + 1 + largest(lam) * (1 + given[2])) * ones(count, before)
     error += max(abs(ops.number(a) - b) for a, b in zip(near, given, strict=True)) * (1 + sum(sizes))
     for slack in (Fraction(k, 10**9) for k in (0, 1, 30, 1000, 5000, 10**5, 10**7)):
