@@ -156,7 +156,7 @@ class Recurrent(nn.Module):
                 f"Recurrent: expected one block, or a phi that acts on each unit alone, got blocks of {self.block} of "
                 f"{nv} units and {type(self.phi).__name__}, whose constant may depend on how many units it takes"
             )
-        bound = None if nv and slope_restricted(self.phi) else float(lipschitz(self.phi, (nv,) if nv else None).detach())
+        bound = None if nv and slope_restricted(self.phi) else lipschitz(self.phi, (nv,) if nv else None).item()
         multiplier = self.multiplier if not nv or unitwise(self.phi) else self.multiplier[:1].expand(nv)
         return System(self.matrix, self.states, self.units, self.block, bound), multiplier
 
