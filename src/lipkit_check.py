@@ -1001,10 +1001,10 @@ def _axes(config, shape):
     need(len(shape) == 3, f"images, got {shape}")
     given = (_two(config.get(k, 1)) for k in ("kernel_size", "stride", "padding", "dilation"))  # AvgPool2d: not dilated
     for n, k, s, p, d in zip(shape[1:], *given, strict=True):
-        fits = p <= n and n + 2 * p >= d * (k - 1) + 1
-        need(fits and k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
+        need(k >= 1 and s >= 1 and d >= 1 and 0 <= 2 * p <= k, "pooling windows")
         free = n + 2 * p - d * (k - 1) - 1
         out = (-(-free // s) if config["ceil_mode"] else free // s) + 1
+        need(out >= 1, "pooling windows")  # with ``ceil_mode`` one may be larger than its input
         out -= config["ceil_mode"] and (out - 1) * s >= n + p  # torch drops a last window that starts behind the input
         yield n, k, p, d, np.arange(out) * s - p
 

@@ -38,6 +38,7 @@ LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.ConvTranspose2d(2, 3, 2, 2), SHAPE), (nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2), SHAPE),
     (nn.ConvTranspose2d(2, 3, (3, 1), (1, 2), (2, 0), (0, 1), dilation=(2, 1), bias=False), SHAPE),
     (nn.ConvTranspose2d(2, 3, (1, 4), (1, 3), (0, 2), (0, 1)), (2, 1, 5)), (nn.ConvTranspose2d(2, 2, 3, 1, 1), SHAPE),
+    (nn.AvgPool2d(3, 2, ceil_mode=True), (2, 2, 2)), (nn.AvgPool2d(5, 1, 2), (2, 1, 2)),  # windows beyond their input
 ]  # fmt: skip
 BENT: list[tuple[nn.Module, tuple[int, ...]]] = [
     (HalfAbs(), (5, 2)), (NActivation(4, 0.2, -0.3), (4, 3)), (Householder(6, order=3), (6, 2)),
