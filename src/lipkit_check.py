@@ -103,6 +103,8 @@ import numpy as np
 
 GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 26  # grid of scalars; binary places of --exact; numbers in one array
 FREE, SHARE = 1 << 22, 1 << 10  # numbers that any network may make, and more for each that is stored
+ROW, MOST = 1 << 16, 1 << 27  # still more for each multiplier, up to a limit: inequalities are square in their rows
+MULTIPLIER = re.compile(r"(^|\.)multiplier\d+$")
 PIECE = 1 << 22  # numbers of matrices that are squared together
 TOLERANCE = Fraction(1, 100_000)  # of radii and constants
 MARGIN = Fraction(1, 10**8)  # of claimed margins, relative to the logits: they were measured in floating point
@@ -504,7 +506,8 @@ def convolution(config, get, shape):
     else:
         pads = [(p, p) for p in ([0, 0] if padding == "valid" else padding)]
     need(shape[0] == cin and cin % g == 0 and cout % g == 0, f"{cin} channels, got {shape}")
-    most = [n - (mode == "reflect") for n in sides]  # a reflection does not repeat the border
+    # A reflection does not repeat the border; zeros can be any number.
+    most = [math.inf if mode == "zeros" else n - (mode == "reflect") for n in sides]
     need(all(0 <= p <= n for pad, n in zip(pads, most, strict=True) for p in pad), f"padding {padding}")
     padded = [n + left + right for n, (left, right) in zip(sides, pads, strict=True)]
     out = [(n - span - 1) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True)]
@@ -1787,7 +1790,8 @@ class Network:
 
     def __init__(self, config, tensors, classes=True):
         need(config.get("type") == "Network" and config["modules"], "no Network at the top")
-        ops.left = FREE + SHARE * sum(a.size for a in tensors.values())
+        claimed = sum(a.size for name, a in tensors.items() if MULTIPLIER.search(name))
+        ops.left = FREE + SHARE * sum(a.size for a in tensors.values()) + min(ROW * claimed, MOST)
         get, shape = Tensors(tensors), tuple(config["input_shape"])
         spend(math.prod(shape), f"input shape {shape}")
         top = build(config, get, shape)
@@ -1888,8 +1892,8 @@ def numbers(stored):
             a = (a.reshape(-1).astype(steps.dtype) * np.repeat(steps, 64)[: a.size]).reshape(a.shape)
         raw = np.ascontiguousarray(a).tobytes()
         a = (a.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else a  # the upper half of a float32
-        claimed = re.search(r"(^|\.)multiplier\d+$", name)  # of a narrow format they can be infinite: `lmi` drops them
-        need(claimed or bool(np.isfinite(a).all()), f"{name}: numbers that are not finite")
+        # Multipliers of a narrow format can be infinite: `lmi` drops them.
+        need(MULTIPLIER.search(name) or np.isfinite(a).all(), f"{name}: numbers that are not finite")
         found[name] = a, raw, kind
     return found
 

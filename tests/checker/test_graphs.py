@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from fractions import Fraction
@@ -95,6 +96,15 @@ def test_linear_modules_are_bounded_by_their_dense_matrix(case: int, arithmetic:
     assert norm <= float(node.norm) * (1 + 1e-12)
     loose = 1.6 if isinstance(module, nn.ConvTranspose2d) else 1
     assert float(node.norm) <= norm * loose * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, (1, 2)])
+def test_padding_may_be_larger_than_the_image(stride: Any, arithmetic: Any) -> None:
+    torch.manual_seed(1)
+    conv = nn.Conv2d(2, 3, (3, 5), stride, (1, 2))
+    norm = np.linalg.norm(jacobian(copy.deepcopy(conv).double(), (2, 1, 1)), 2)
+    own = float(lipkit.lipschitz(conv.double(), (2, 1, 1)).detach())
+    assert norm * (1 - 1e-12) <= float(compare(conv, (2, 1, 1), arithmetic).norm) <= own * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("case", range(len(BENT)), ids=[type(m).__name__ for m, _ in BENT])

@@ -386,6 +386,15 @@ def test_no_gain_is_confirmed_beyond_the_tolerance_or_of_other_numbers(tmp_path:
     assert "its hash is" in capsys.readouterr().out
 
 
+def test_few_weights_of_a_convolution_pay_for_the_inequality_of_many_units(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.AvgPool2d(30), nn.Flatten()]
+    proved = modules.Network(parts, (1, 30, 30), {1: torch.full((900,), 0.03)})
+    lipkit.save(proved, tmp_path)
+    assert lipkit.lipschitz(proved) < 0.7 * lipkit.lipschitz(modules.Network(parts, (1, 30, 30)))
+    assert k.main([str(tmp_path), f"--gain={float(lipkit.lipschitz(proved))}"]) == 0
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1e12])
 def test_multipliers_that_a_narrow_format_loses_leave_the_product(scale: float, tmp_path: Path) -> None:
     torch.manual_seed(5)
