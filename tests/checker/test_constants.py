@@ -343,9 +343,9 @@ def system(rows: Any, phi: dict[str, Any], steps: int = 3, **changes: Any) -> fl
     matrix = np.asarray(rows, np.float64)
     units = len(matrix) - 2
     config = {"type": "Recurrent", "in_features": 1, "out_features": 1, "states": 1, "units": [units, units]}
+    tensors = {"matrix": matrix, "bias": np.ones(len(matrix)), "metric": np.ones((1, 1)), "multiplier": np.ones(units)}
+    tensors |= {key: changes.pop(key) for key in [*changes] if key in ("multiplier", "metric", "phi__weight")}
     config |= {"block": 1, "phi": phi, "gain": 1.0, "rate": 1.0} | changes
-    multiplier = config.pop("multiplier", np.ones(units))
-    tensors = {"matrix": matrix, "bias": np.ones(len(matrix)), "metric": np.ones((1, 1)), "multiplier": multiplier}
     return constant(config, (steps, 1), **tensors)
 
 
@@ -383,3 +383,16 @@ def test_units_of_a_system() -> None:
     with pytest.raises(k.Refused, match="not proved"):
         system(swapped, {"type": "MaxMin"}, block=2, multiplier=[2.0, 0.25], gain=0.5)
     assert 1 <= system(swapped, {"type": "MaxMin"}, block=2, multiplier=[1.0, 0.25]) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("arithmetic", [k.Floats, k.Integers])
+def test_what_a_product_loses_is_multiplied_by_a_steep_slope(arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # y = c s(v u), s of slope L; the multiplier times v is lost in rounding, L times it is not.
+    monkeypatch.setattr(k, "ops", arithmetic())
+    integers = -32, 17, -12.1, -32.5, -32, -32  # powers of two
+    powers = integers if arithmetic is k.Integers else (-98.5, 980, -975, -100.5, -100, -99)
+    claim, steep, v, c, multiplier, metric = (2.0**power for power in powers)
+    assert steep * v * c > 4 * claim
+    changes = {"gain": claim, "multiplier": [multiplier], "metric": [[metric]], "phi__weight": [steep]}
+    with pytest.raises(k.Refused, match="not proved"):
+        system([[0.0, 0.0, v], [0.0, 0.0, 0.0], [c, 0.0, 0.0]], {"type": "PReLU", "num_parameters": 1}, **changes)

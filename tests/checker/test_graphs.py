@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from fractions import Fraction
@@ -38,6 +39,7 @@ LINEAR: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.ConvTranspose2d(2, 3, 2, 2), SHAPE), (nn.ConvTranspose2d(2, 4, 3, 2, 1, 1, groups=2), SHAPE),
     (nn.ConvTranspose2d(2, 3, (3, 1), (1, 2), (2, 0), (0, 1), dilation=(2, 1), bias=False), SHAPE),
     (nn.ConvTranspose2d(2, 3, (1, 4), (1, 3), (0, 2), (0, 1)), (2, 1, 5)), (nn.ConvTranspose2d(2, 2, 3, 1, 1), SHAPE),
+    (nn.AvgPool2d(3, 2, ceil_mode=True), (2, 2, 2)), (nn.AvgPool2d(5, 1, 2), (2, 1, 2)),  # windows beyond their input
 ]  # fmt: skip
 BENT: list[tuple[nn.Module, tuple[int, ...]]] = [
     (HalfAbs(), (5, 2)), (NActivation(4, 0.2, -0.3), (4, 3)), (Householder(6, order=3), (6, 2)),
@@ -94,6 +96,15 @@ def test_linear_modules_are_bounded_by_their_dense_matrix(case: int, arithmetic:
     assert norm <= float(node.norm) * (1 + 1e-12)
     loose = 1.6 if isinstance(module, nn.ConvTranspose2d) else 1
     assert float(node.norm) <= norm * loose * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, (1, 2)])
+def test_padding_may_be_larger_than_the_image(stride: Any, arithmetic: Any) -> None:
+    torch.manual_seed(1)
+    conv = nn.Conv2d(2, 3, (3, 5), stride, (1, 2))
+    norm = np.linalg.norm(jacobian(copy.deepcopy(conv).double(), (2, 1, 1)), 2)
+    own = float(lipkit.lipschitz(conv.double(), (2, 1, 1)).detach())
+    assert norm * (1 - 1e-12) <= float(compare(conv, (2, 1, 1), arithmetic).norm) <= own * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("case", range(len(BENT)), ids=[type(m).__name__ for m, _ in BENT])

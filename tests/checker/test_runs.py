@@ -386,6 +386,29 @@ def test_no_gain_is_confirmed_beyond_the_tolerance_or_of_other_numbers(tmp_path:
     assert "its hash is" in capsys.readouterr().out
 
 
+def test_few_weights_of_a_convolution_pay_for_the_inequality_of_many_units(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(1, 1, 3, padding=1), nn.ReLU(), nn.AvgPool2d(30), nn.Flatten()]
+    proved = modules.Network(parts, (1, 30, 30), {1: torch.full((900,), 0.03)})
+    lipkit.save(proved, tmp_path)
+    assert lipkit.lipschitz(proved) < 0.7 * lipkit.lipschitz(modules.Network(parts, (1, 30, 30)))
+    assert k.main([str(tmp_path), f"--gain={float(lipkit.lipschitz(proved))}"]) == 0
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e12])
+def test_multipliers_that_a_narrow_format_loses_leave_the_product(scale: float, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    parts = dense(3, 6, 6, 2)
+    with torch.no_grad():
+        parts[0].weight.mul_(scale), parts[-1].weight.div_(scale)
+    proved = tight(modules.Network(parts, (3,)))
+    for values in proved.multipliers().values():
+        values.copy_(values.half())
+    assert all(bool(((m == 0) | m.isinf()).any()) for m in list(proved.multipliers().values())[-1:])
+    lipkit.save(proved, tmp_path)
+    assert k.main([str(tmp_path), f"--gain={float(lipkit.lipschitz(proved)) * (1 + 1e-6)}"]) == 0
+
+
 def test_a_gain_is_that_of_the_folder_that_is_named(tmp_path: Path, capsys: Any) -> None:
     lipkit.save(lipkit.export(nn.Sequential(nn.ReLU()), (1,)), tmp_path / "network")
     assert k.main([str(tmp_path), "--gain=1"]) == 0

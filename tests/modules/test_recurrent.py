@@ -373,6 +373,15 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         module(torch.zeros(3, 2))
     with pytest.raises(ShapeError, match="blocks that divide the units"):
         Recurrent(HALF, HALF[0], HALF[:1, :1], HALF[0, :0], nn.Identity(), 2, (0, 0), 1, 1.0, 1.0)
+    with pytest.raises(ShapeError, match=r"units \(0, 1\)"):  # a unit behind none
+        Recurrent(torch.zeros(2, 3), HALF[0], HALF[:1, :1], HALF[0, :0], nn.ReLU(), 1, (0, 1), 1, 1.0, 1.0)
+
+
+def test_a_phi_that_is_still_trained_has_a_constant() -> None:
+    through = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])  # y = phi(u)
+    phi = nn.PReLU(init=2.0)
+    module = Recurrent(through, torch.zeros(3), torch.eye(1), torch.tensor([0.5]), phi, 1, (1, 1), 1, 2.001, 1.0)
+    assert 2 <= lipschitz(module) <= 2.002
 
 
 def test_autocast_leaves_the_recursion_in_its_format() -> None:

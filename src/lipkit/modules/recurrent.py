@@ -100,7 +100,7 @@ class Recurrent(nn.Module):
         wanted = [(nv + states + self.out_features,), (states, states), (nv,)]
         positive = min(self.in_features, self.out_features, states, block) > 0 and min(nv, nw) >= 0
         given = [tuple(t.shape) for t in (bias, metric, multiplier)]
-        if matrix.ndim != 2 or not positive or given != wanted or nv % block or (block < nv and nv != nw):
+        if matrix.ndim != 2 or not positive or given != wanted or nv % block or (nv != nw and not 0 < nv <= block):
             raise ShapeError(
                 f"Recurrent: expected bias, metric and multiplier of shapes {wanted} and blocks that divide the units, "
                 f"got {given} for a matrix {tuple(matrix.shape)}, {states} states, units {units} in blocks of {block}"
@@ -156,7 +156,7 @@ class Recurrent(nn.Module):
                 f"Recurrent: expected one block, or a phi that acts on each unit alone, got blocks of {self.block} of "
                 f"{nv} units and {type(self.phi).__name__}, whose constant may depend on how many units it takes"
             )
-        bound = None if nv and slope_restricted(self.phi) else float(lipschitz(self.phi, (nv,) if nv else None))
+        bound = None if nv and slope_restricted(self.phi) else lipschitz(self.phi, (nv,) if nv else None).item()
         multiplier = self.multiplier if not nv or unitwise(self.phi) else self.multiplier[:1].expand(nv)
         return System(self.matrix, self.states, self.units, self.block, bound), multiplier
 
