@@ -193,6 +193,13 @@ def test_multipliers_pay_for_their_inequality_up_to_a_limit() -> None:
     assert cost(narrow(3000))[0]
 
 
+def test_an_exact_factor_takes_longer_than_its_memory_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k, "ops", k.Integers())
+    for n, paid in ((40, True), (200, False)):
+        k.ops.left = 1 << 18
+        assert k.positive(np.eye(n, dtype=np.int64) << k.PLACES, k.Fraction(0)) == paid
+
+
 @pytest.mark.thorough
 def test_forms_of_many_pieces_are_paid() -> None:
     k.ops = k.Floats()
