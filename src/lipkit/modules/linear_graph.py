@@ -30,7 +30,7 @@ MOST_ROWS = 3000
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 LAYERS = (*CONVOLUTIONS, Graph)
-"""What begins a run besides a dense layer."""
+"""Modules that begin a run, besides dense layers."""
 
 
 class Action(NamedTuple):
