@@ -284,6 +284,7 @@ class Integers:
         return np.array([(1 << 2 * PLACES) // max(int(v), 1) for v in a.flat], object).astype(np.int64).reshape(a.shape)
 
     def factor(self, h):
+        spend(0, f"an exact factor of {len(h)} rows", len(h) ** 3 >> 4)
         left, h = np.zeros(h.shape, object), h.astype(object)
         for k in range(len(h)):
             need(h[k, k] > 0, "not positive definite")

@@ -164,13 +164,14 @@ EACH: list[tuple[dict[str, Any], tuple[int, ...], dict[str, Any], str]] = [
     (of("Graph", modules=[of("Add", signs=[1] * 16)], sources=[[0] * 16]), (1 << 19,), {}, "an activation"),
     (of("Network", modules=[linear(2, 1)], input_shape=[1 << 23, 1], multipliers={}), (), {}, "input shape"),
     (of("Network", modules=[of("Pad", padding=[1 << 10, 0])], input_shape=[2], multipliers={}), (), {}, "pairs of"),
-    (of("Network", modules=narrow(3000)[0], input_shape=[1], multipliers={"1": 3000}), (), narrow(3000)[2], "a matrix"),
+    (of("Network", modules=narrow(1024)[0], input_shape=[1], multipliers={"1": 1024}), (), narrow(1024)[2], "a matrix"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", range(len(EACH)), ids=[why for *_, why in EACH])
-def test_each_kind_of_work_is_paid_before_it_is_done(case: int) -> None:
+def test_each_kind_of_work_is_paid_before_it_is_done(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, shape, tensors, why = EACH[case]
+    monkeypatch.setattr(k, "ROW", 0)  # else multipliers pay for their inequality
     k.ops = k.Floats()
     tracemalloc.start()
     try:
@@ -180,6 +181,23 @@ def test_each_kind_of_work_is_paid_before_it_is_done(case: int) -> None:
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_multipliers_pay_for_their_inequality_up_to_a_limit() -> None:
+    k.ops = k.Floats()
+    for count, paid in ((1, k.ROW), (100, 100 * k.ROW), (10_000, k.MOST)):
+        config = of("Network", modules=[of("ReLU")], input_shape=[1], multipliers={"0": count})
+        k.Network(config, {"multiplier0": np.ones(count)}, classes=False)
+        assert paid <= k.ops.left + 4096 <= paid + k.FREE + k.SHARE * count + 4096
+    assert not cost(narrow(1024))[0]
+    assert cost(narrow(3000))[0]
+
+
+def test_an_exact_factor_takes_longer_than_its_memory_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(k, "ops", k.Integers())
+    for n, paid in ((40, True), (200, False)):
+        k.ops.left = 1 << 18
+        assert k.positive(np.eye(n, dtype=np.int64) << k.PLACES, k.Fraction(0)) == paid
 
 
 @pytest.mark.thorough
@@ -201,8 +219,8 @@ def test_forms_of_many_pieces_are_paid() -> None:
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_is_just_small_enough_costs_little(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2
-    for name_of in ("FREE", "ROW"):  # what is allowed in proportion
-        monkeypatch.setattr(k, name_of, getattr(k, name_of) // 32)
+    monkeypatch.setattr(k, "FREE", k.FREE // 32)  # what is allowed in proportion
+    monkeypatch.setattr(k, "ROW", 0)
     while not (found := cost(BOMBS[name](2 * size)))[0]:
         size, (_, peak, calls) = 2 * size, found
         assert peak < 4 << 20, size
