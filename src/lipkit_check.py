@@ -103,7 +103,7 @@ import numpy as np
 
 GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 26  # grid of scalars; binary places of --exact; numbers in one array
 FREE, SHARE = 1 << 22, 1 << 10  # numbers that any network may make, and more for each that is stored
-ROW, MOST = 1 << 16, 1 << 27  # still more for each multiplier, up to a limit: inequalities are square in their rows
+ROW, MOST = 1 << 17, 1 << 27  # still more for each multiplier, up to a limit: inequalities are square in their rows
 MULTIPLIER = re.compile(r"(^|\.)multiplier\d+$")
 PIECE = 1 << 22  # numbers of matrices that are squared together
 TOLERANCE = Fraction(1, 100_000)  # of radii and constants
