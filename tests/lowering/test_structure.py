@@ -1076,7 +1076,7 @@ class Hidden(nn.Module):
 
 
 def test_a_layer_in_a_plain_list_is_refused_with_its_remedy() -> None:
-    with pytest.raises(NoRuleError, match=r"got .*Linear outside it: put the layers of a list or dict into nn\.ModuleL"):
+    with pytest.raises(NoRuleError, match=r"got .*Linear outside it: put the layers of a list or dict into nn\.M"):
         export(Hidden(), (3,))
     seen = Hidden()
     seen.layers = nn.ModuleList(seen.layers)  # type: ignore[assignment]
