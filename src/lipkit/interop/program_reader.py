@@ -48,6 +48,11 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return F.elu(x, alpha)
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    rest = [d for d in range(v.ndim) if d != dim]  # all for -1
+    return v * (g / torch.linalg.vector_norm(v, dim=rest, keepdim=True))
+
+
 def _maker(name: str) -> Callable[..., Tensor]:
     """The function of torch, or method, of this name that makes a constant; where in memory computes nothing."""
     make = getattr(torch, name, None) or (lambda x, *args, **named: getattr(x, name)(*args, **named))
@@ -65,7 +70,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "batch_norm.default": lambda x, weight, bias, mean, var, training, momentum, eps, cudnn: F.batch_norm(
         x, mean, var, weight, bias, training, momentum, eps
     ),
-    "_weight_norm.default": torch._weight_norm,
+    "_weight_norm.default": _weight_norm,
     "clone.default": lambda x, memory_format=None: x.clone(),
     "col2im.default": F.fold,
     "contiguous.default": lambda x, memory_format=None: x.contiguous(),
