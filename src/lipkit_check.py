@@ -105,6 +105,7 @@ GRID, PLACES, LIMIT = 1 << 100, 44, 1 << 26  # grid of scalars; binary places of
 FREE, SHARE = 1 << 22, 1 << 10  # numbers that any network may make, and more for each that is stored
 ROW, MOST = 1 << 17, 1 << 27  # still more for each multiplier, up to a limit: inequalities are square in their rows
 MULTIPLIER = re.compile(r"(^|\.)multiplier\d+$")
+SLACKS = [Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)]  # of a gain, until its inequality is proved
 PIECE = 1 << 22  # numbers of matrices that are squared together
 TOLERANCE = Fraction(1, 100_000)  # of radii and constants
 MARGIN = Fraction(1, 10**8)  # of claimed margins, relative to the logits: they were measured in floating point
@@ -1445,7 +1446,7 @@ def recurrent(config, get, shape):
     error = ops.rounding(nx) * sizes[0] * root(sizes[1] * sizes[2]) + (nx + 8 + given[2]) * count * ops.unit
     error += off * (sizes[0] + 1 + largest(lam) * (1 + given[2])) * ones(count, before)
     error += max(abs(ops.number(a) - b) for a, b in zip(near, given, strict=True)) * (1 + sum(sizes))
-    for slack in (Fraction(k, 10**9) for k in (0, 1, 30, 1000, 5000, 10**5, 10**7)):
+    for slack in (Fraction(0), *SLACKS):
         trial, found = h.copy(), ops.near(gain * (1 + slack))
         for start, stop in ((nw + nx, before), (after, after + m)):
             trial[start:stop, start:stop] += found * np.eye(stop - start, dtype=h.dtype)
@@ -1578,9 +1579,10 @@ def with_runs(nodes, multipliers, shape):
         else:
             marks += "a" if i in multipliers and restricted(node) else "."
     # Multipliers that balance two runs may not balance the run that both make: the smaller product counts.
-    found, norm = {}, math.prod(node.norm for node in nodes)
+    whole = norm = math.prod(node.norm for node in nodes)
+    found = {}
     for pattern in ("D(?:[Dmsa]*[Dm])?|R(?:[Ra]*R)?", "D(?:s*a[sm]*D)*|R(?:aR)*"):
-        total = math.prod(node.norm for node in nodes)
+        total = whole
         for start, stop in (run.span() for run in re.finditer(pattern, marks)):
             alone, given = nodes[start:stop], {i - start: m for i, m in multipliers.items() if start <= i < stop}
             product = math.prod(node.norm for node in alone)
@@ -1633,7 +1635,7 @@ def unrolled(nodes, multipliers, shape, by_rows):
 
 
 def moved(node, forms, j):
-    """What a linear node, without its shift, makes of the matrices of z_j in the values that it reads."""
+    """The matrix of z_j behind a linear node, without its shift, and its error, from the values that the node reads."""
     count = next(len(form[j][0]) for form in forms if j in form)
     spend(count * node.room, f"a matrix inequality of {count} rows")
     given = []
@@ -1695,15 +1697,16 @@ def lmi(rows, multipliers, out, most):
         places, a, lost = np.concatenate(places), np.concatenate(blocks), sum(errors)
         square = ops.rowsum(a) * ops.rowsum(a.T)  # at least ||A||^2
         off = lost * (2 * root(square) + lost) + ops.rounding(a.shape[1]) * square + len(a) * ops.unit
-        grams.append((np.ix_(places, places), ops.dot(a, a), off))
+        gram = ops.dot(a, a)
+        grams.append((np.ix_(places, places), gram, off + ops.rounding(2) * ops.rowsum(gram)))
 
     def loss(inverse):
         """A bound of the errors of what is subtracted, in the l2 norm."""
-        each = (inverse * (off + ops.rounding(2) * ops.rowsum(gram)) + len(gram) * ops.unit for _, gram, off in grams)
+        each = (inverse * off + len(gram) * ops.unit for _, gram, off in grams)
         return error + sum(each)
 
     def seems(gain):
-        """Whether `positive` will hold, as floating point sees it, which proves nothing."""
+        """True if `positive` is likely to hold: a guess in floating point, which proves nothing."""
         unit = float(ops.near(Fraction(1)))
         trial = h / unit
         if 0 in here:
@@ -1721,7 +1724,7 @@ def lmi(rows, multipliers, out, most):
     for _ in range(40):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if seems(middle) else (middle, high)
-    for slack in (Fraction(k, 10**9) for k in (1, 30, 1000, 5000, 10**5, 10**7)):
+    for slack in SLACKS:
         inverse = ops.near(1 / (Fraction(high) * (1 + slack)))  # 1 / inverse is the gain that is proved
         inverse_exact = ops.number(inverse)
         need(inverse_exact > 0, "a gain that is not finite")

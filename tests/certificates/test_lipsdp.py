@@ -366,7 +366,7 @@ def test_multipliers_at_the_ends_of_float64_are_no_crash(branches: bool) -> None
 
 
 def scaled(network: Network, first: float, last: float) -> Network:
-    """A network of dense layers with multipliers of its own, its first and its last layer multiplied by these."""
+    """A dense network with its own multipliers; its first and last weights are scaled by these factors."""
     network[0].weight.data.mul_(first)
     network[-1].weight.data.mul_(last)
     return lipsdp.attach(network, lipsdp.solve(network).multipliers)

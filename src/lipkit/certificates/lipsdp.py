@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,10 +135,11 @@ def _solved(network: Network, units: int | None) -> list[tuple[dict[int, Tensor]
     """Multipliers for the runs of a network, by the index of their activations, and the Newton steps taken."""
     found, runs = list[tuple[dict[int, Tensor], int]](), slope_runs(network, candidates=True)
     most = MOST_ROWS if units is None else units
-    large = any(run.units > most for run in runs)
-    for run in (run for run in runs if run.branches or large):
-        _, diagonals, steps = least_gain(run.read_all()) if not large else (math.inf, [], 0)
-        if not diagonals:  # dense layers alone, and each branch by itself
+    if any(run.units > most for run in runs):  # dense layers alone, and each branch by itself
+        runs = slope_runs(network, candidates=True, branches=False)
+    for run in (run for run in runs if run.branches):
+        _, diagonals, steps = least_gain(run.read_all())
+        if not diagonals:
             runs, found = slope_runs(network, candidates=True, branches=False), []
             break
         # Those of a graph's activations are one after the other.

@@ -183,7 +183,7 @@ def least_gain(parts: Sequence[Part], accuracy: float = 1e-5) -> tuple[float, li
 
     It is inf, and there are none, for a matrix that is too large, or has numbers at the ends of float64.
     """
-    weights, errors = [weight.cpu() for weight, _ in parts], [error.cpu() for _, error in parts]
+    weights, errors = [weight for weight, _ in parts], [error for _, error in parts]
     if not parts or weights[-1].shape[1] + len(weights[-1]) > MOST_ROWS:
         return math.inf, [], 0
     if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):

@@ -124,7 +124,7 @@ def contents(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, (type, ModuleType)):
         return type(value)
     if isinstance(value, fx.Graph):
-        return str(value)  # of a module that torch.fx made: a copy has nodes of its own
+        return str(value)  # made by torch.fx: a copy has its own nodes
     if id(value) in seen:
         return seen[id(value)][1]
     seen[id(value)] = value, type(value)  # keeps the value alive, so that no other gets its id
