@@ -17,7 +17,7 @@ from lipkit.bounds.lmi import gain_bound, is_positive_semidefinite, lmi_matrix, 
 from lipkit.errors import OptionError, ShapeError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Network
-from lipkit.modules.chains import slope_runs
+from lipkit.modules.slope_runs import slope_runs
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -22,11 +22,10 @@ from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network
 from lipkit.modules.activations import ACTIVATIONS
-from lipkit.modules.chains import _SAME, _linear_map, in_unit_slope, slope_runs
 from lipkit.modules.dense import Affine
-from lipkit.modules.linear_graph import ACTIONS, LAYERS, MOST_ROWS
-from lipkit.modules.linear_graph import units as units_of
 from lipkit.modules.registry import LATER, Shape, output_shape
+from lipkit.modules.slope_runs import ACTIONS, LAYERS, MOST_ROWS, SAME, in_unit_slope, linear_map, slope_runs
+from lipkit.modules.slope_runs import units as units_of
 from lipkit.modules.storage import exact_copy
 from lipkit.proof.roundoff import product
 
@@ -167,13 +166,13 @@ def _parts(network: Network, box: Box, units: int | None) -> list[Run]:
     found, shape = list[Run](), network.input_shape
     for module, twin in zip(network, exact_copy(network), strict=True):
         before, shape = shape, output_shape(module, shape)
-        if type(module) in _SAME:
+        if type(module) in SAME:
             continue
         constant, value, after = float(lipschitz(module, before)), run.last, None
         assert value is not None
         on_vectors = type(module) is nn.Linear and math.prod(before) == before[-1]
         # A matrix, or the diagonal of a scaling.
-        weight = _linear_map(twin, before, True) if on_vectors or type(module) is Affine else None
+        weight = linear_map(twin, before, True) if on_vectors or type(module) is Affine else None
         if weight is not None:
             after = value.linear(weight, twin(torch.zeros(1, *before, dtype=torch.float64)).flatten())
         elif type(module) in ACTIVATIONS and (len(value.reach[0]) <= MOST_ROWS or value.map is not None):

@@ -23,11 +23,11 @@ from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.linalg.matrices import check_integer
 from lipkit.lowering import lipschitz
 from lipkit.modules import Graph, Network, guard
-from lipkit.modules.chains import SlopeRun, constants, in_runs, slope_runs, whole
+from lipkit.modules.chains import constants, whole
 from lipkit.modules.graph import value_shapes
-from lipkit.modules.linear_graph import MOST_ROWS, is_linear
 from lipkit.modules.plain import Shape
 from lipkit.modules.registry import output_shape
+from lipkit.modules.slope_runs import MOST_ROWS, SlopeRun, in_runs, is_linear, slope_runs
 from lipkit.proof.roundoff import next_down
 from lipkit.shown import Shown, upper
 

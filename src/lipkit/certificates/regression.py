@@ -27,7 +27,7 @@ from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inp
 from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
 from lipkit.files import write_atomic
 from lipkit.modules import Affine, Network
-from lipkit.modules.chains import SlopeRun, slope_runs
+from lipkit.modules.slope_runs import SlopeRun, slope_runs
 from lipkit.proof.roundoff import grow, known, product, size, up
 from lipkit.shown import Shown, upper
 from lipkit.text import csv_text

@@ -28,9 +28,8 @@ from lipkit.bounds.lmi import gain_bound
 from lipkit.bounds.lmi_solver import GainProgram, repaired
 from lipkit.certificates.relaxation import curve_of, derivative, least_slope
 from lipkit.lowering import lipschitz
-from lipkit.modules.chains import Part, _composed, widened
-from lipkit.modules.linear_graph import MOST_ROWS, Action, mapped, walked
 from lipkit.modules.registry import Shape
+from lipkit.modules.slope_runs import MOST_ROWS, Action, Part, composed, mapped, walked, widened
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, up
 
 
@@ -61,15 +60,13 @@ class Value(NamedTuple):
 
     def linear(self, weight: Tensor, shift: Tensor) -> Value:
         """Behind a linear layer: a matrix, or the diagonal of one."""
-        parts = _composed(weight, self.map), _composed(weight, self.jacobian)
+        parts = composed(weight, self.map), composed(weight, self.jacobian)
         return Value(*parts, _moved(weight, shift, *self.reach), _moved(weight, shift, *self.point))
 
     def full(self) -> Value:
         """This value with a matrix as its map, and as its jacobian."""
         one = torch.eye(len(self.reach[0]), dtype=torch.float64)
-        return (
-            self if self.dense else self._replace(map=_composed(one, self.map), jacobian=_composed(one, self.jacobian))
-        )
+        return self if self.dense else self._replace(map=composed(one, self.map), jacobian=composed(one, self.jacobian))
 
 
 @dataclasses.dataclass
@@ -106,7 +103,7 @@ class Run:
         if value.jacobian is not None:  # the mean value theorem, from the centre of the box
             moduli = moduli_of(value.jacobian)
             steepest = moduli if moduli.ndim == 2 else torch.diag(moduli)
-            width = value.point[1] + _composed(steepest, (self.spread[:, None], 0 * self.spread[:, None]))[0][:, 0]
+            width = value.point[1] + composed(steepest, (self.spread[:, None], 0 * self.spread[:, None]))[0][:, 0]
             width = up(width, 2 * len(self.spread) + 8) + 2.0**-1000
             low = torch.fmax(low, next_down(value.point[0] - width))  # the tighter one; NaN gives way
             high = torch.fmin(high, next_up(value.point[0] + width))
@@ -124,10 +121,10 @@ class Run:
         fresh = torch.zeros(len(low), len(active), dtype=torch.float64)
         # h = low z + width s; the upper slope that is proved is low + width.
         fresh[active, torch.arange(len(active))] = next_up(high - low)[active]
-        weight, error = _composed(low, (weight, error))  # the part that is linear
+        weight, error = composed(low, (weight, error))  # the part that is linear
         middle = (low + high) / 2  # slopes as an interval: middle and radius
         radius = next_up(torch.maximum(next_up(high - middle), next_up(middle - low)))[:, None]
-        turned, off = _composed(middle, value.jacobian)
+        turned, off = composed(middle, value.jacobian)
         point = slopes_of(
             module, next_down(value.point[0] - value.point[1]), next_up(value.point[0] + value.point[1]), constant
         )[1]
@@ -248,7 +245,7 @@ def around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
     """Centre and radius of the intervals after a linear layer; the radius includes rounding."""
-    value, error = _composed(weight, (centre[:, None], radius[:, None]))
+    value, error = composed(weight, (centre[:, None], radius[:, None]))
     value, error = value[:, 0], known(error[:, 0])
     moved = value + shift  # shift: the layer's output at 0
     return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding

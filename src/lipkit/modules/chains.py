@@ -1,262 +1,29 @@
-"""Chains of modules: products of constants, propagated rounding errors, and runs that one LMI bounds."""
+"""Chains of modules: products of constants, the gains of runs that an LMI proves, and propagated rounding errors."""
 
 import dataclasses
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipkit.bounds.lmi import gain_bound
 from lipkit.errors import NoRuleError, ShapeError
-from lipkit.modules.activations import slope_restricted
-from lipkit.modules.dense import Affine
 from lipkit.modules.fourier import FourierConv2d
 from lipkit.modules.graph import Graph, value_shapes
 from lipkit.modules.guarding import guard, type_name
-from lipkit.modules.linear_graph import (
-    ACTIONS,
-    CONVOLUTIONS,
-    LAYERS,
-    MOST_ROWS,
-    Action,
-    is_linear,
-    mapped,
-    numbers,
-    units,
-    walked,
-)
 from lipkit.modules.machine import ProvedModule, chain_error, prove_module
 from lipkit.modules.network import Network
 from lipkit.modules.normalization import fold_norm
 from lipkit.modules.plain import INTEGER, Plain, Shape, Stored, add_plain, submodules
 from lipkit.modules.registry import export_plain, lipschitz, output_shape
+from lipkit.modules.slope_runs import SlopeRun, slope_runs
 from lipkit.modules.views import Reshape
-from lipkit.proof.roundoff import Arithmetic, gamma, multiply_up, product, to_double, up
-
-Part = tuple[Tensor, Tensor]
-"""A matrix or a vector (a diagonal), and a bound of the error of each entry."""
-
-
-def widened(part: Part, width: int, before: bool = False) -> Part:
-    """A matrix with columns of zeros for the values that came after what it reads, or ``before`` that."""
-    more = part[0].new_zeros(len(part[0]), width - part[0].shape[1])
-    first, second = ([more, t] if before else [t, more] for t in part)
-    return torch.cat(first, 1), torch.cat(second, 1)
-
-
-class SlopeRun(NamedTuple):
-    """Modules ``start`` to ``stop - 1`` of a chain: linear layers with slope-restricted activations between them."""
-
-    start: int
-    stop: int
-    weights: list[Tensor]  # W_0 .. W_L in float64, each the product of the linear layers between two activations
-    errors: list[Tensor]  # bounds of the rounding error of each entry of a weight; zeros for a single layer
-    multipliers: list[Tensor]  # of the L activations
-    places: list[int]  # of the L activations in the chain; those of a graph are at its place
-
-    @property
-    def branches(self) -> bool:
-        """True if there are graphs with activations: then weights read x and all activations before them."""
-        return len({*self.places}) < len(self.places) or any(
-            after.shape[1] != len(before) for before, after in itertools.pairwise(self.weights)
-        )
-
-    @property
-    def units(self) -> int:
-        return sum(map(len, self.weights[:-1]))
-
-    def read_all(self) -> list[Part]:
-        """The weights with their errors, each with columns for x and all activations before it."""
-        widths = itertools.accumulate(map(len, self.weights[:-1]), initial=self.weights[0].shape[1])
-        parts = zip(zip(self.weights, self.errors, strict=True), widths, strict=True)
-        return [widened(part, width, before=True) for part, width in parts]
-
-
-# Modules that leave a vector as it is.
-_SAME = (nn.Flatten, Reshape)
-
-
-def in_unit_slope(module: nn.Module) -> bool:
-    """True for a scalar activation of slope in [0, 1]: of a PReLU, which training may change, as its numbers are."""
-    if type(module) is nn.PReLU:
-        return bool(((module.weight >= 0) & (module.weight <= 1)).all())
-    return slope_restricted(module)
-
-
-def in_runs(module: nn.Module) -> bool:
-    """True for modules that can be part of a `SlopeRun`."""
-    return type(module) in (nn.Linear, Affine, *_SAME) or in_unit_slope(module)
-
-
-class _Open:
-    """A `SlopeRun` that grows.
-
-    ``part`` is the product of the linear layers since the last activation, None right behind one; ``wide`` once a graph
-    has branched: then all matrices read x and all activations before them. ``by_rows``: layers map each row of a sample
-    alone, and matrices are of one row.
-    """
-
-    def __init__(self, start: int, by_rows: bool = False) -> None:
-        self.start, self.parts, self.places = start, list[Part](), list[int]()
-        self.part: Part | None = None
-        self.wide, self.by_rows = False, by_rows
-
-    @property
-    def begun(self) -> bool:
-        return bool(self.parts) or self.part is not None
-
-    @property
-    def columns(self) -> int:
-        """Number of x and of all activations so far."""
-        first = self.parts[0] if self.parts else self.part
-        assert first is not None
-        return first[0].shape[1] + self.units
-
-    @property
-    def units(self) -> int:
-        return sum(len(weight) for weight, _ in self.parts)
-
-    def takes_activation(self) -> bool:
-        """True if `part` is a matrix and, where all matrices read everything, its units are not too many."""
-        if self.part is None or self.part[0].ndim != 2:
-            return False
-        return not self.wide or self.units + len(self.part[0]) <= MOST_ROWS
-
-    def branches(self, graph: Graph, shape: Shape) -> bool:
-        """True for a graph of linear modules and slope-restricted activations, if the units are not too many."""
-        return self.units + units(graph, shape, in_unit_slope) <= MOST_ROWS
-
-    def activated(self, place: int) -> None:
-        """Append an activation behind `part`."""
-        assert self.part is not None
-        self.parts, self.places = [*self.parts, self.part], [*self.places, place]
-        self.part = self._units(len(self.part[0])) if self.wide else None
-
-    def _units(self, count: int) -> Part:
-        """The last ``count`` activations, as a matrix of all columns."""
-        return widened(self._one(count), self.columns, before=True)
-
-    def _one(self, count: int) -> Part:
-        one = torch.eye(count, dtype=torch.float64)
-        return one, torch.zeros_like(one)
-
-    def through(self, module: nn.Module, shape: Shape, place: int, wide: bool = False) -> None:
-        """Append a linear module, or a graph: rows for its activations if it is ``wide``, and its output as `part`."""
-        if self.part is None:
-            self.part = self._one(math.prod(shape))
-        elif self.part[0].ndim == 1:
-            self.part = _composed(self._one(math.prod(shape))[0], self.part)
-        if wide:
-            self.part, self.wide = widened(self.part, self.columns, before=True), True
-
-        def activated(activation: nn.Module, value: Part, size: Shape) -> Part:
-            self.parts = [*self.parts, self._whole(value)]
-            self.places = [*self.places, place]
-            return self._units(len(value[0]))
-
-        def moved(act: Action, node: nn.Module, given: Sequence[Part], shapes: Sequence[Shape]) -> Part:
-            return mapped(act, [self._whole(value) for value in given], shapes)
-
-        self.part = self._whole(walked(module, [self.part], [shape], activated, moved))
-
-    def _whole(self, part: Part) -> Part:
-        return widened(part, self.columns) if self.wide else part
-
-    def finished(self, stop: int, multipliers: Mapping[int, Tensor]) -> SlopeRun:
-        assert self.part is not None
-        weights, errors = zip(*self.parts, self.part, strict=True)
-        used = list[Tensor]()
-        for place in dict.fromkeys(self.places):  # of a graph: those of its activations in turn
-            sizes = [len(weight) for weight, at in zip(weights, self.places, strict=False) if at == place]
-            given, total = multipliers[place], sum(sizes)
-            if len(given) not in (1, total):  # 1: of a candidate
-                raise ShapeError(f"multiplier {place}: expected shape ({total},), got {tuple(given.shape)}")
-            used += given.split(sizes) if len(given) == total else [given] * len(sizes)
-        return SlopeRun(self.start, stop, [*weights], [*errors], used, [*self.places])
-
-
-def slope_runs(
-    network: Network, *, candidates: bool = False, branches: bool = True, joined: bool = True
-) -> list[SlopeRun]:
-    """The longest runs layer, activation, layer, ..., layer whose activations all have a multiplier.
-
-    Consecutive linear modules count as one layer; runs that are not ``joined`` end between them. A graph of linear
-    modules and activations is part of a run if it has a multiplier, which holds those of its units;
-    ``branches=False`` leaves such graphs out, and convolutions. A run without activations counts if its last layer
-    carries a multiplier, whose values are not used. ``candidates`` adds all runs without multipliers.
-    """
-    given = dict.fromkeys(range(len(network)), torch.ones(1)) if candidates else network.multipliers()
-    multipliers = {i: values.cpu() for i, values in given.items()}  # matrices are made on the CPU
-    runs, run = dict[int, SlopeRun](), _Open(0)  # by their starts
-    shape = network.input_shape
-    for i, module in enumerate(network if multipliers else ()):
-        before, shape = shape, output_shape(module, shape)
-        by_rows = type(module) is nn.Linear and math.prod(before) != before[-1]
-        seam = not joined and run.takes_activation() and not (in_unit_slope(module) or type(module) in _SAME)
-        if not run.begun or seam or (run.by_rows != by_rows and type(module) in (nn.Linear, *LAYERS)):
-            run = _Open(i, by_rows)
-        vectors = all(math.prod(s) == (s or (1,))[-1] for s in (before, shape))  # one row, in any shape
-        if vectors and type(module) in _SAME:
-            continue
-        linear = _linear_map(module, before, vectors)
-        if linear is not None and (run.begun or linear.ndim == 2):
-            run.part = _composed(linear, run.part)
-            if linear.ndim == 2:
-                runs[run.start] = run.finished(i + 1, multipliers)
-        elif in_unit_slope(module) and i in multipliers and run.takes_activation():
-            run.activated(i)
-        elif (
-            (branches or type(module) not in CONVOLUTIONS)
-            and ((run.begun and not run.by_rows) or (type(module) in LAYERS and _used(network, i, multipliers)))
-            and is_linear(module, before)
-        ):
-            run.through(module, before, i)
-            runs[run.start] = run.finished(i + 1, multipliers)
-        elif type(module) is Graph and i in multipliers and branches and run.branches(module, before):
-            run.through(module, before, i, wide=True)
-            runs[run.start] = run.finished(i + 1, multipliers)
-        else:
-            run = _Open(i + 1)
-    return [run for run in runs.values() if run.multipliers or run.stop - 1 in multipliers]
-
-
-def _used(network: Network, start: int, multipliers: Mapping[int, Tensor]) -> bool:
-    """True if a multiplier stands before any activation without one: else the matrix of a layer is made for nothing."""
-    linear = (*ACTIONS, Graph)
-    parts = enumerate([*network][start:], start)
-    return next((i in multipliers for i, part in parts if i in multipliers or type(part) not in linear), False)
-
-
-def _linear_map(module: nn.Module, shape: Shape, vectors: bool) -> Tensor | None:
-    """The matrix of a linear layer or the diagonal of a scaling of vectors, without shifts; None for other modules."""
-    if type(module) is nn.Linear:
-        return numbers(module.weight)
-    if not vectors or type(module) is not Affine:
-        return None
-    scale = numbers(module.scale)
-    return scale.view(*scale.shape, *[1] * (len(shape) - scale.ndim)).expand(shape).flatten()
-
-
-def _composed(left: Tensor, part: Part | None) -> Part:
-    """The product of ``left`` and ``part``, matrices or diagonals, in float64, with a bound of each entry's error."""
-    if part is None:
-        return left, torch.zeros_like(left)
-    right, error = part
-
-    def times(a: Tensor, b: Tensor) -> Tensor:
-        if a.ndim == 1:
-            return a.view(-1, *[1] * (b.ndim - 1)) * b
-        return a * b if b.ndim == 1 else a @ b
-
-    # | fl(AB) - AB' | <= gamma_n |A| |B| + |A| |B - B'|, and each term can lose a number below the normal range.
-    n, size = left.shape[-1], left.abs()
-    bound = up(times(size, error) + gamma(n + 2) * times(size, right.abs()), 2 * n + 12)
-    return times(left, right), bound + 4 * n * 2.0**-1074
+from lipkit.proof.roundoff import Arithmetic, multiply_up, product, to_double
 
 
 def _network(module: Network, input_shape: Shape | None) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from lipkit import export, lipschitz, modules
 from lipkit.certificates import gains, lipsdp
 from lipkit.modules import Add, Affine, Blend, Concatenate, Expand, Graph, Mean, Network, Pad, Permute, Piece, Roll
-from lipkit.modules.chains import slope_runs
-from lipkit.modules.linear_graph import is_linear
+from lipkit.modules.slope_runs import is_linear, slope_runs
 from lipkit.modules.views import Reshape
 
 exact = np.vectorize(Fraction, otypes=[object])
