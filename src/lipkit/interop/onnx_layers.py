@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -123,7 +124,9 @@ class Call:
 
     @property
     def sizes(self) -> list[Any]:
-        """The sizes of the first operand, a value of the network with the batch first, in a file for one sample."""
+        """The sizes of the first operand; in a file for one sample, the batch, which must be first, has the size 1."""
+        if not (self.moving and self.one):
+            return [self.operands[0].size(i) for i in range(self.rank)]
         behind = [self.operands[0].size(i) for i in range(1, self.rank)]
         if any(n % BATCH == 0 and n for n in behind):
             raise self.refuse("a value with the batch first", f"sizes {list(self.operands[0].shape)}")
@@ -396,7 +399,7 @@ def _max_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
         raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
     # A window that reaches beyond the border holds the pixel at the border, so copies of it change no maximum.
     for axis in (2, 3):
-        x = copied(x, axis, before[axis - 2], after[axis - 2], "replicate")
+        x = copied(x, axis, before[axis - 2], after[axis - 2], "edge")
     return F.max_pool2d(x, kernel, strides)
 
 
@@ -416,17 +419,11 @@ def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
 
 
 def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
-    """``x`` padded along an axis with copies of its entries: ``replicate``, ``reflect`` or ``circular``."""
+    """``x`` padded along an axis with copies of its entries, by numpy's modes ``edge``, ``reflect`` and ``wrap``."""
     n = x.size(axis)
     if max(before, after) > min(n - (mode == "reflect"), 256):
         raise ValueError(f"{before} and {after} entries of {n} copied around them")
-    from_ = [*range(-before, 0), *range(n, n + after)]
-    if mode == "replicate":
-        from_ = [min(max(i, 0), n - 1) for i in from_]  # the border itself
-    else:
-        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in from_]
-    parts = [x[(slice(None),) * axis + (slice(i, i + 1),)] for i in from_]
-    return torch.cat([*parts[:before], x, *parts[before:]], axis) if parts else x
+    return x.index_select(axis, torch.from_numpy(np.pad(np.arange(n), (before, after), mode)))  # type: ignore[call-overload]
 
 
 LAYERS: dict[str, Callable[[Call], Any]] = {
