@@ -18,12 +18,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
+from starlette.datastructures import Headers
 
 from lipkit.errors import DataError, LipkitError, OptionError, RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
-from lipkit.explorer.server import HEADERS, authorities, check_host
+from lipkit.explorer.server import HEADERS, authorities, check_host, refused
 
 pytestmark = pytest.mark.thorough
 
@@ -84,6 +85,12 @@ def test_foreign_hosts_and_origins_are_refused(runs: list[ExploredRun], headers:
     answer = get(runs, "/api/runs/0/samples/0", headers)
     assert answer.status_code == status
     assert ("image" in answer.text) == (status == 200)
+
+
+@pytest.mark.parametrize("hosts", [[], [HOST, "evil.example"], [HOST, HOST]])
+def test_a_request_names_one_host(hosts: list[str]) -> None:
+    headers = Headers(raw=[(b"host", host.encode()) for host in hosts])
+    assert refused(headers, authorities("127.0.0.1", 8000)) == 403
 
 
 class Attacks:
