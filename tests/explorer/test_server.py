@@ -33,7 +33,7 @@ HOST = "127.0.0.1:8000"
 
 def get(runs: list[ExploredRun], path: str, headers: dict[str, str] | None = None) -> httpx.Response:
     async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(app=make_app(runs, authorities("127.0.0.1", 8000)))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=make_app(runs, authorities("127.0.0.1", 8000)))
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
             return await client.get(path, headers=headers)
 
