@@ -14,7 +14,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lipkit.errors import LipkitError, OptionError
+from lipkit.errors import LipkitError, OptionError, rewording
 from lipkit.text import visible
 
 if TYPE_CHECKING:
@@ -182,14 +182,9 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
     check_host(host, allow_remote)
     if importlib.util.find_spec("uvicorn") is None:
         raise OptionError('expected uvicorn to explore: pip install "lipkit[serve]"')
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow the port of a server that has just ended
-        listener.bind(address)
-        listener.listen()
-    except (OSError, OverflowError) as error:
-        raise OptionError(f"expected a free port on {host}, got port {port}: {error}") from error
+    with rewording(OptionError, f"expected a free port on {host}, got port {port}: ", OSError, OverflowError):
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family)
     return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory, rewording
 from lipkit.files import open_regular, read_bytes
 from lipkit.interop.onnx_layers import BATCH, FLOATS, NEWEST, OLDEST, Call, Node, Row, holds_batch, takes_over
 from lipkit.interop.onnx_operators import BORDERS, OPERATORS, activation, pads_of
@@ -83,19 +83,17 @@ def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> R
         import onnx
     except ImportError:
         raise DataError(f"{path}: expected the package onnx to read it, got none: pip install lipkit[onnx]") from None
-    try:
-        if (content := read_bytes(path, 1 << 31)).startswith(b"version https://git-lfs"):
-            raise DataError(
-                f"{path}: expected an ONNX file, got a Git LFS pointer in its place: git lfs pull fetches it"
-            )
-        return _read(onnx.ModelProto.FromString(content), path, input_shape)
-    except LipkitError:
-        raise
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: expected an ONNX file with its weights, got no {error.filename or path}") from None
-    except Exception as error:  # protobuf and numpy have no common error
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
+    start = f"{path}: not an ONNX file that can be read: "
+    with rewording(DataError, start, Exception, named=True):  # protobuf and numpy have no common error
+        try:
+            content = read_bytes(path, 1 << 31)
+            if content.startswith(b"version https://git-lfs"):
+                why = "got a Git LFS pointer in its place: git lfs pull fetches it"
+                raise DataError(f"{path}: expected an ONNX file, {why}")
+            return _read(onnx.ModelProto.FromString(content), path, input_shape)
+        except FileNotFoundError as error:
+            got = error.filename or path
+            raise DataError(f"{path}: expected an ONNX file with its weights, got no {got}") from None
 
 
 def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> ReadNetwork | Network:
@@ -373,9 +371,9 @@ class _Reader:
             if isinstance(made, nn.Module):
                 layer = made.eval()
                 made = layer(given[0])
-        except LipkitError:
-            raise
         except Exception as error:  # torch refuses what the rule asks for
+            if isinstance(error, LipkitError) or lacks_memory(error):
+                raise
             raise call.refuse("what its rule covers", f"{type(error).__name__}: {first_line(error)}") from error
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
