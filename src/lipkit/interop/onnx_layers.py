@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.lowering.functional import batch_norm, convolution, filled
 from lipkit.modules.dense import linear
 from lipkit.modules.views import Pad
 
@@ -245,30 +246,15 @@ class Window(NamedTuple):
     def around(self) -> list[int]:
         return around(self.before, self.after)
 
-    def layer(self, kind: str, channels: tuple[int, int], **options: Any) -> nn.Module:
-        """A convolution of torch on the meta device, of ``kind`` Conv or ConvTranspose."""
-        make: Any = getattr(nn, f"{kind}{len(self.kernel)}d")
-        stride, dilation = tuple(self.strides), tuple(self.dilations)
-        made: nn.Module = make(*channels, tuple(self.kernel), stride, dilation=dilation, device="meta", **options)
-        return made
+    def convolution(self, kind: str, weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Module:
+        """The convolution of ``kind`` Conv or ConvTranspose by this window."""
+        make = getattr(nn, f"{kind}{len(self.kernel)}d")
+        return convolution(make, weight, bias, stride=tuple(self.strides), dilation=tuple(self.dilations), **options)
 
 
 def around(before: Sequence[int], after: Sequence[int]) -> list[int]:
     """Paddings as torch has them: before and after the last axis, the one before it, and so on."""
     return [n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair]
-
-
-def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    """Set parameters and buffers of the module, in place, to copies of these tensors of the same shapes; returns it."""
-    for name, tensor in tensors.items():
-        value, place = None if tensor is None else tensor.clone(), getattr(module, name)
-        if value is not None and value.shape != place.shape:
-            raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(place.shape)}")
-        if name in module._buffers:
-            module._buffers[name] = value
-        else:
-            setattr(module, name, None if value is None else nn.Parameter(value, requires_grad=False))
-    return module
 
 
 # Layers with weights, as modules.
@@ -294,9 +280,7 @@ def _conv(c: Call) -> nn.Module:
     if border:
         window = window._replace(before=border[0][2:], after=border[1][2:])
     padding = tuple(window.before) if window.even else "same" if border else 0
-    channels = weight.shape[1] * groups, weight.shape[0]
-    conv = window.layer("Conv", channels, padding=padding, padding_mode=mode, groups=groups)
-    conv = filled(conv, weight=weight, bias=bias)
+    conv = window.convolution("Conv", weight, bias, padding=padding, padding_mode=mode, groups=groups)
     return conv if window.even or border else nn.Sequential(Pad(*window.around), conv)
 
 
@@ -308,9 +292,8 @@ def _conv_transpose(c: Call) -> nn.Module:
         raise c.refuse("explicit padding and no output_shape", f"{c.node.attributes}")
     if any(n >= stride for n, stride in zip(extra, window.strides, strict=True)):
         raise c.refuse(f"output_padding below the strides {window.strides}", f"{extra}")
-    channels = weight.shape[0], weight.shape[1] * groups
     options: dict[str, Any] = {"padding": tuple(window.before) if window.even else 0, "output_padding": tuple(extra)}
-    conv = filled(window.layer("ConvTranspose", channels, groups=groups, **options), weight=weight, bias=bias)
+    conv = window.convolution("ConvTranspose", weight, bias, groups=groups, **options)
     return conv if window.even else nn.Sequential(conv, Pad(*(-n for n in window.around)))  # padding crops the output
 
 
@@ -349,10 +332,7 @@ def _batch_norm(c: Call) -> nn.Module:
     if training or c.get("spatial", 1) != 1:
         raise c.refuse("training_mode 0 and spatial 1", f"{training} and {c.get('spatial', 1)}")
     scale, shift, mean, var = (c.weight(i) for i in (1, 2, 3, 4))
-    make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
-    module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
-    module.num_batches_tracked = None  # it counts batches and enters no output
-    return filled(module, weight=scale, bias=shift, running_mean=mean, running_var=var)
+    return batch_norm(tuple(c.x.shape[1:]), mean, var, scale, shift, float(c.get("epsilon", 1e-5)))
 
 
 def _normalised(make: Callable[[Call, Tensor, float], nn.Module], c: Call) -> nn.Module:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, Row, around, copied, filled
+from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, Row, around, copied
+from lipkit.lowering.functional import filled
 from lipkit.modules.views import Enlarge
 
 # Activations.
