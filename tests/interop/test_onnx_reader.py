@@ -778,7 +778,7 @@ def test_pixels_copied_around_images_become_the_padding_of_a_convolution(tmp_pat
     ("pads", "conv"),
     [([0, 0, 1, 0, 0, 0, 0, 2], {}), ([0, 0, 1, 1, 0, 0, 1, 1], {"pads": [1] * 4}), ([0, 1, 0, 0, 0, 1, 0, 0], {})],
 )
-def test_other_copies_of_pixels_are_entries_by_index(tmp_path, mode, pads, conv, numbers):
+def test_other_copies_of_pixels_are_pieces_beside_each_other(tmp_path, mode, pads, conv, numbers):
     nodes = [H.make_node("Pad", ["x", "p"], ["a"], mode=mode), H.make_node("Conv", ["a", "w"], ["y"], **conv)]
     channels = 2 + pads[1] + pads[5]
     stored = {"p": np.array(pads), "w": numbers.normal(size=(1, channels, 2, 2)).astype(np.float32)}

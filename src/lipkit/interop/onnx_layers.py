@@ -348,54 +348,49 @@ def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return nn.LayerNorm(tuple(scale.shape), epsilon, device="meta")
 
 
-_INSTANCE_NORMS: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+# Pools.
 
 
-# Pools. Sequences are pooled as images of one row.
-
-
-def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
-    window = c.window()
-    if c.rank == 3:
-        window = Window(*([one, *n] for one, n in zip((1, 1, 1, 0, 0), window, strict=True)))  # an image of one row
-    x = c.x.unsqueeze(2) if c.rank == 3 else c.x
-    # ceil_mode adds a window only where the windows do not fit the image.
-    reach = zip(range(2, 4), *window, strict=True)
+def _pooled(c: Call) -> tuple[Any, Window, bool]:
+    """What is pooled, by which window, and whether ceil_mode adds one: only where the windows do not fit the image."""
+    x, window = c.x, c.window()
+    reach = zip(range(2, c.rank), *window, strict=True)
     over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)
-    y = rule(c, x, window, bool(c.get("ceil_mode", 0)) and over)
-    return y.squeeze(2) if c.rank == 3 else y
+    return x, window, bool(c.get("ceil_mode", 0)) and over
 
 
-def _max_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
-    kernel, strides, dilations, before, after = window
+def _max_pool(c: Call) -> Any:
+    x, window, up = _pooled(c)
+    pool, (kernel, strides, dilations, before, after) = getattr(F, f"max_pool{c.rank - 2}d"), window
     # Runtimes disagree about windows that reach over the end, or hold nothing but padding.
     padded = any(before) or any(after)
     if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (padded and (up or max(dilations) > 1)):
         got = f"{kernel}, {strides}, {dilations}, {before}, {after}"
         raise c.refuse("overlapping windows with ceil_mode 1, and no pads beside it or dilations", got)
     if window.even:
-        return F.max_pool2d(x, kernel, strides, before, dilations, up)
+        return pool(x, kernel, strides, before, dilations, up)
     if any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
         raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
     # A window that reaches beyond the border holds the pixel at the border, so copies of it change no maximum.
-    for axis in (2, 3):
+    for axis in range(2, c.rank):
         x = copied(x, axis, before[axis - 2], after[axis - 2], "edge")
-    return F.max_pool2d(x, kernel, strides)
+    return pool(x, kernel, strides)
 
 
-def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
-    kernel, strides, dilations, before, after = window
+def _average_pool(c: Call) -> Any:
+    x, window, up = _pooled(c)
+    pool, (kernel, strides, dilations, before, after) = getattr(F, f"avg_pool{c.rank - 2}d"), window
     if max(dilations) > 1 or up or any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
         got = f"{dilations}, {up}, {before}, {after}"
         raise c.refuse("dilations 1, windows that fit or ceil_mode 0, and paddings below the window", got)
     counted = bool(c.get("count_include_pad", 0))
     if window.even:
-        return F.avg_pool2d(x, kernel, strides, before, False, counted)
-    y = F.avg_pool2d(F.pad(x, window.around), kernel, strides)
+        return pool(x, kernel, strides, before, False, counted)
+    y = pool(F.pad(x, window.around), kernel, strides)
     if counted:
         return y
-    inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), window.around)
-    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # divided by the part of each window inside the image
+    inside = F.pad(torch.ones(1, 1, *(x.size(i) for i in range(2, c.rank)), dtype=c.dtype), window.around)
+    return y * (1 / pool(inside, kernel, strides))  # divided by the part of each window inside the image
 
 
 def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
@@ -403,11 +398,13 @@ def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
     n = x.size(axis)
     if max(before, after) > min(n - (mode == "reflect"), 256):
         raise ValueError(f"{before} and {after} entries of {n} copied around them")
-    return x.index_select(axis, torch.from_numpy(np.pad(np.arange(n), (before, after), mode)))  # type: ignore[call-overload]
+    order = np.pad(np.arange(n), (before, after), mode).tolist()  # type: ignore[call-overload]
+    first, last = ([x.narrow(axis, i, 1) for i in part] for part in (order[:before], order[before + n :]))
+    return torch.cat([*first, x, *last], axis) if first or last else x
 
 
 LAYERS: dict[str, Callable[[Call], Any]] = {
-    "AveragePool": partial(_pool, _average_pool),
+    "AveragePool": _average_pool,
     "BatchNormalization": _batch_norm,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
@@ -420,9 +417,10 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
         _normalised, lambda c, w, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")
     ),
     "InstanceNormalization": partial(
-        _normalised, lambda c, w, eps: _INSTANCE_NORMS[c.rank](len(w), eps, affine=True, device="meta")
+        _normalised,
+        lambda c, w, eps: nn.GroupNorm(len(w), len(w), eps, device="meta"),  # a group for each channel
     ),
     "LayerNormalization": partial(_normalised, _layer_norm),
     "MatMul": _matmul,
-    "MaxPool": partial(_pool, _max_pool),
+    "MaxPool": _max_pool,
 }
