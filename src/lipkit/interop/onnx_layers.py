@@ -54,16 +54,7 @@ class Node(NamedTuple):
     output: list[str]
     name: str
     attributes: dict[str, Any]
-    row: Any  # Row; None for an operator without a rule
-
-
-class Row(NamedTuple):
-    """How one operator of ONNX is read: its ``rule`` returns the module of a `Call`, or the values it computes."""
-
-    rule: Callable[[Call], Any]
-    moves: bool = True  # operands may depend on the input
-    copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
-    alone: bool = True  # the network's operands may lack the batch in the file
+    rule: Any  # makes the module of a `Call`, or the values it computes; None for an operator without a rule
 
 
 @dataclass

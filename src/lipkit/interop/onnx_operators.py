@@ -1,4 +1,4 @@
-"""The operators of ONNX that `lipkit.interop.onnx_reader` reads: a `Row` each."""
+"""The operators of ONNX that `lipkit.interop.onnx_reader` reads: a rule each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, Row, around, copied
+from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, around, copied
 from lipkit.lowering.functional import filled
 from lipkit.modules.views import Enlarge
 
@@ -417,7 +417,7 @@ _FUNCTIONS = ("Abs", "Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", 
 _ACTIVATIONS = ("Mish", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _REDUCED = {"L1": "abs", "L2": "norm", "Max": "amax", "Mean": "mean", "Min": "amin", "Prod": "prod", "Sum": "sum"}
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))
-_RULES: dict[str, Callable[[Call], Any]] = {
+OPERATORS: dict[str, Callable[[Call], Any]] = {
     **LAYERS,
     **{name: _each(getattr(torch, name.lower())) for name in _FUNCTIONS},
     **{name: activation(getattr(nn, name)) for name in _ACTIVATIONS},
@@ -485,15 +485,12 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Where": _where,
 }
 # Only for stored operands.
-_STORED = ("And", "Ceil", "DequantizeLinear", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd")
-# These copy every number of the result from an operand.
-_COPIES = (
+STORED = ("And", "Ceil", "DequantizeLinear", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd")
+# These copy every number of the result from an operand, which may then be the batch size.
+COPIES = (
     *("Cast", "Concat", "ConstantOfShape", "Equal", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice"),
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
 # These need the batch as the first dimension.
-_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "LRN", "Resize", "Tile", "Upsample", "Where"}
-_BATCHED -= {"MatMul"}
-OPERATORS = {
-    name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()
-}
+BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "LRN", "Resize", "Tile", "Upsample", "Where"}
+BATCHED -= {"MatMul"}
