@@ -72,10 +72,7 @@ class Call:
     source: Any  # the input of the network
     used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
     read: set[int] = field(default_factory=set)  # operands that it computed with
-    leaves: bool = field(init=False)  # the results lack the batch in the file
-
-    def __post_init__(self) -> None:
-        self.leaves = self.alone
+    leaves: bool | None = None  # the results lack the batch in the file; None: as the operands do
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""
@@ -343,7 +340,7 @@ def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
 
 
 def _pooled(c: Call) -> tuple[Any, Window, bool]:
-    """What is pooled, by which window, and whether ceil_mode adds one: only where the windows do not fit the image."""
+    """The pooled value, the window, and True if ceil_mode adds one: only where the windows do not fit the image."""
     x, window = c.x, c.window()
     reach = zip(range(2, c.rank), *window, strict=True)
     over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)

@@ -143,7 +143,7 @@ def _reduced(name: str, c: Call) -> Any:
     axes, keep, none = c.axes(), bool(c.get("keepdims", 1)), bool(c.get("noop_with_empty_axes", 0))
     if not axes and (none or (c.moving and (not c.one or c.rank == 1))):
         raise c.refuse("axes other than the batch", "none")
-    c.leaves |= not axes and not keep  # even the batch of a file for one sample
+    c.leaves = c.alone or (not axes and not keep)  # even the batch of a file for one sample
     axes = axes or list(range(1 if c.moving else 0, c.rank))
     if name == "prod":  # torch takes one axis at a time; from the last on, the earlier ones keep their places
         return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)

@@ -387,7 +387,7 @@ class _Reader:
             self.sized |= holding
             return
         self.values.update(found)
-        if call.leaves:
+        if call.alone if call.leaves is None else call.leaves:
             self.alone.update(found)
         if layer is not None:
             self.network.layers[node.name] = layer
