@@ -24,7 +24,7 @@ from lipkit.errors import DataError, LipkitError, OptionError, RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
-from lipkit.explorer.server import HEADERS, authorities, check_host, refused
+from lipkit.explorer.server import HEADERS, authorities, is_loopback, refused
 
 pytestmark = pytest.mark.thorough
 
@@ -237,12 +237,13 @@ def test_a_page_of_thumbnails_stays_in_range(runs: list[ExploredRun]) -> None:
 
 
 def test_only_loopback_unless_told() -> None:
-    for host in ("127.0.0.1", "::1", "localhost", "127.3.2.1"):
-        check_host(host, False)
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.3.2.1")))
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org", ""):
         with pytest.raises(OptionError, match="expected a loopback address"):
-            check_host(host, False)
-        check_host(host, True)
+            listen(host)
+    listener, address = listen("0.0.0.0", allow_remote=True)
+    listener.close()
+    assert address.startswith("http://0.0.0.0:")
 
 
 def test_runs_that_do_not_fit_are_refused(folders: list[Path], runs: list[ExploredRun], tmp_path: Path) -> None:

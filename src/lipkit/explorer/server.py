@@ -49,15 +49,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_host(host: str, allow_remote: bool) -> None:
-    """Raise OptionError for a host that other machines can reach, unless ``allow_remote``."""
-    if not is_loopback(host) and not allow_remote:
-        raise OptionError(
-            f"host: expected a loopback address such as 127.0.0.1, got {host!r}: the explorer has no passwords; "
-            "--allow-remote serves it to everyone who can reach that address"
-        )
-
-
 def authorities(host: str, port: int) -> set[str]:
     """The values of the Host header that name this server.
 
@@ -179,7 +170,11 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
     Raises:
         OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.
     """
-    check_host(host, allow_remote)
+    if not is_loopback(host) and not allow_remote:
+        raise OptionError(
+            f"host: expected a loopback address such as 127.0.0.1, got {host!r}: the explorer has no passwords; "
+            "--allow-remote serves it to everyone who can reach that address"
+        )
     if importlib.util.find_spec("uvicorn") is None:
         raise OptionError('expected uvicorn to explore: pip install "lipkit[serve]"')
     with rewording(OptionError, f"expected a free port on {host}, got port {port}: ", OSError, OverflowError):
