@@ -14,6 +14,7 @@ from lipkit.errors import ShapeError
 from lipkit.experiments import build
 from lipkit.experiments.recipe import load_recipe
 from lipkit.layers.projections import seen_shapes
+from lipkit.lowering import structure
 from lipkit.modules import output_shape
 from lipkit.modules.graph import Graph, value_shapes
 
@@ -49,10 +50,11 @@ def _checked(module: nn.Module) -> None:
         lambda module: output_shape(module, (3,)),
         lambda module: value_shapes(Graph([module], [[0]]), (3,)),
         lambda module: seen_shapes(module, [], (3,)),
+        lambda module: structure(module, (3,)),
         lambda module: first_logits(module, torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)),
         _checked,
     ],
-    ids=["output_shape", "value_shapes", "seen_shapes", "first_logits", "build_model"],
+    ids=["output_shape", "value_shapes", "seen_shapes", "structure", "first_logits", "build_model"],
 )
 def test_a_lack_of_memory_is_let_through(ask: Callable[[nn.Module], object]) -> None:
     with pytest.raises(RuntimeError, match="allocate memory"):

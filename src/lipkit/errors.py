@@ -69,17 +69,19 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def rewording(kind: type[LipkitError], start: str, *caught: type[Exception], end: str = "") -> Iterator[None]:
+def rewording(
+    kind: type[LipkitError], start: str, *caught: type[Exception], end: str = "", named: bool = False
+) -> Iterator[None]:
     """Turn errors of types ``caught`` into a ``kind`` whose message is ``start``, their first line, then ``end``.
 
-    lipkit's own errors pass, and those that mean out of memory.
+    If ``named``, their type stands before the line. lipkit's own errors pass, and those that mean out of memory.
     """
     try:
         yield
     except caught as error:
         if isinstance(error, LipkitError) or lacks_memory(error):
             raise
-        raise kind(f"{start}{first_line(error)}{end}") from error
+        raise kind(f"{start}{f'{type(error).__name__}: ' * named}{first_line(error)}{end}") from error
 
 
 def interval(name: str, value: Any, finite: bool = True) -> tuple[float, float]:

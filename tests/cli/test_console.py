@@ -20,13 +20,12 @@ def events(epochs=2, steps=40, start=1):
         yield Progress(epoch, epochs, 40, steps, 0.25, 0.5, ROW | {"epoch": epoch}, seconds_left=7.0)
 
 
-def test_lines_are_one_per_epoch():
-    out = io.StringIO()
-    lines = console.Lines(out)
+def test_lines_are_one_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = console.Lines()
     lines.note("hello")
     for event in events():
         lines.progress(event)
-    shown = out.getvalue().splitlines()
+    shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "hello"
     assert shown[1].startswith(
         "epoch 1/2  loss 0.2500  accuracy 50.0 %  clean 75.0 %  certified(36/255) 62.5 %  left 0:07"
@@ -34,15 +33,15 @@ def test_lines_are_one_per_epoch():
     assert shown[2] == "epoch 2/2  loss 0.2500  accuracy 50.0 %  clean 75.0 %  certified(36/255) 62.5 %"
 
 
-def test_a_long_epoch_has_lines_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, clock = io.StringIO(), [0.0]
+def test_a_long_epoch_has_lines_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    lines = console.Lines(out)
+    lines = console.Lines()
     for step in range(20, 2001, 20):
         clock[0] += 4.0
         row = ROW if step == 2000 else None
         lines.progress(Progress(1, 1, step, 2000, 0.5, None, row, seconds_left=2000 / step))
-    shown = out.getvalue().splitlines()
+    shown = capsys.readouterr().err.splitlines()
     assert shown[0] == "epoch 1/1  step 200/2000  loss 0.5000  left 0:10"
     assert len(shown) == 10
     assert shown[-1].startswith("epoch 1/1  loss 0.2500  accuracy 50.0 %  clean")

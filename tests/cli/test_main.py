@@ -109,6 +109,7 @@ def test_version(capsys):
         (["train", "--resume", "/nowhere"], "expected a run folder with recipe.yaml, got /nowhere"),
         (["certify", "/nowhere"], "expected the folder of a run, or MODEL DATA, got '/nowhere', which does not exist"),
         (["certify", "/nowhere", "train.lr=1"], "expected changes certify.KEY=VALUE or data.KEY=VALUE"),
+        (["certify", "/nowhere", "npz:/a=b.npz"], "an ONNX or a .pt2 file, got '/nowhere', which is none of them"),
         (["train", "train.epochs=nan", "train.epochs=1"], "each key once, got train.epochs=nan and train.epochs=1$"),
         (["train", "train.devices=1", "--devices", "2"], "each key once, got train.devices=1 and train.devices=2$"),
         (["recipe", "show", "digits_aol", "train.lr=1", "train.lr=1"], "expected each key once"),

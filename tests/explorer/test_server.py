@@ -18,12 +18,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
+from starlette.datastructures import Headers
 
 from lipkit.errors import DataError, LipkitError, OptionError, RunError
 from lipkit.experiments import run as pipeline
 from lipkit.experiments.build import load_data
 from lipkit.explorer import ExploredRun, listen, make_app, open_runs, serve
-from lipkit.explorer.server import HEADERS, authorities, check_host
+from lipkit.explorer.server import HEADERS, authorities, is_loopback, refused
 
 pytestmark = pytest.mark.thorough
 
@@ -32,7 +33,7 @@ HOST = "127.0.0.1:8000"
 
 def get(runs: list[ExploredRun], path: str, headers: dict[str, str] | None = None) -> httpx.Response:
     async def request() -> httpx.Response:
-        transport = httpx.ASGITransport(app=make_app(runs, authorities("127.0.0.1", 8000)))  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(app=make_app(runs, authorities("127.0.0.1", 8000)))
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{HOST}") as client:
             return await client.get(path, headers=headers)
 
@@ -84,6 +85,12 @@ def test_foreign_hosts_and_origins_are_refused(runs: list[ExploredRun], headers:
     answer = get(runs, "/api/runs/0/samples/0", headers)
     assert answer.status_code == status
     assert ("image" in answer.text) == (status == 200)
+
+
+@pytest.mark.parametrize("hosts", [[], [HOST, "evil.example"], [HOST, HOST]])
+def test_a_request_names_one_host(hosts: list[str]) -> None:
+    headers = Headers(raw=[(b"host", host.encode()) for host in hosts])
+    assert refused(headers, authorities("127.0.0.1", 8000)) == 403
 
 
 class Attacks:
@@ -230,12 +237,13 @@ def test_a_page_of_thumbnails_stays_in_range(runs: list[ExploredRun]) -> None:
 
 
 def test_only_loopback_unless_told() -> None:
-    for host in ("127.0.0.1", "::1", "localhost", "127.3.2.1"):
-        check_host(host, False)
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.3.2.1")))
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org", ""):
         with pytest.raises(OptionError, match="expected a loopback address"):
-            check_host(host, False)
-        check_host(host, True)
+            listen(host)
+    listener, address = listen("0.0.0.0", allow_remote=True)
+    listener.close()
+    assert address.startswith("http://0.0.0.0:")
 
 
 def test_runs_that_do_not_fit_are_refused(folders: list[Path], runs: list[ExploredRun], tmp_path: Path) -> None:

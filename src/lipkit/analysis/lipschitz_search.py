@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.attacks.ascent import clip
+from lipkit.attacks.ascent import clip, like
 from lipkit.certificates.gains import Box, box_ends
 from lipkit.errors import OptionError, ShapeError, interval
 from lipkit.linalg.matrices import check_positive
@@ -77,7 +77,7 @@ def lipschitz_lower_bound(
     # Step lengths over four decades: short ones see the Jacobian, long ones see across kinks.
     length = 10 ** (-4 * torch.rand(restarts, generator=generator, dtype=torch.float64))
     d = torch.randn(restarts, *shape, generator=generator, dtype=torch.float64)
-    d = d * _per_sample(length / _norms(d).clamp_min(1e-300), d)
+    d = d * like(length / _norms(d).clamp_min(1e-300), d)
     x, y = (clip(point.double(), ends) for point in _ascend(f, x.to(dtype), (x + d).to(dtype), ends, steps))
     best = _slopes(exact, x, y).argsort(descending=True)[: max(1, restarts // 4)]  # the best quarter
     px, py = _polish(f, x[best], y[best] - x[best], ends, dtype)
@@ -112,10 +112,6 @@ def _starting_points(
 
 def _norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.flatten(1), dim=1)
-
-
-def _per_sample(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *(1,) * (like.ndim - 1))
 
 
 def _slopes(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -172,7 +168,7 @@ def _polish(
 
     Power iteration finds the direction, from ``d``.
     """
-    d = torch.where(_per_sample(_norms(d) > 0, d), d, torch.ones_like(d)).to(dtype)
+    d = torch.where(like(_norms(d) > 0, d), d, torch.ones_like(d)).to(dtype)
     at = x.to(dtype).detach().requires_grad_()
     y = f(at) + 0 * at.flatten(1).sum(1, keepdim=True)  # a network that ignores its input has a derivative as well
     # The Jacobian stays the same, so one graph serves all steps: its transpose is the derivative of y, and it itself
@@ -180,15 +176,15 @@ def _polish(
     dual = torch.zeros_like(y).requires_grad_()
     (transposed,) = torch.autograd.grad(y, at, dual, create_graph=True)
     for _ in range(20):
-        d = d / _per_sample(_norms(d).clamp_min(1e-30), d)
+        d = d / like(_norms(d).clamp_min(1e-30), d)
         (pushed,) = torch.autograd.grad(transposed, dual, d, retain_graph=True)
         (pulled,) = torch.autograd.grad(y, at, pushed, retain_graph=True)
-        d = torch.where(_per_sample(_norms(pulled) > 0, d), pulled, d)
+        d = torch.where(like(_norms(pulled) > 0, d), pulled, d)
     d = d.double()
-    d = d / _per_sample(_norms(d).clamp_min(1e-300), d)
+    d = d / like(_norms(d).clamp_min(1e-300), d)
     step = 1e-5 * d
     if box is not None:
         # A corner of the box may block the direction: step back into it where that helps.
         inward = (x + step < box[0]) | (x + step > box[1])
-        step = torch.where(_per_sample(inward.flatten(1).any(1), step), -step, step)
+        step = torch.where(like(inward.flatten(1).any(1), step), -step, step)
     return x, clip(x + step, box)

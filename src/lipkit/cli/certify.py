@@ -53,7 +53,8 @@ def command(
     certify or data of the recipe: certify.eps=36/255,1 certify.attack_steps=200. data.range=LOW,HIGH is for samples
     (C, H, W) that are not images in [0, 1]. The method for MODEL is local if one of its layers has a constant above 1.
     """
-    data = changes[0] if changes and "=" not in changes[0] else None
+    # A path may hold the sign, too: folder:/data/a=b.
+    data = changes[0] if changes and not re.match(r"[\w.]+=", changes[0]) else None
     for change in changes[data is not None :]:  # without DATA, if given
         if "=" not in change or change.split(".")[0] not in ("certify", "data"):
             raise click.UsageError(f"expected changes certify.KEY=VALUE or data.KEY=VALUE, got {change!r}")

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from lipkit.experiments.run import Display, duration
 from lipkit.text import printable
@@ -23,14 +23,13 @@ WAIT = 10.0  # least seconds between two lines during an epoch
 
 
 class Lines(Display):
-    """One plain line per epoch, and up to ten during a long one, for logs and pipes; by default on stderr."""
+    """One plain line per epoch, and up to ten during a long one, on stderr, for logs and pipes."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._time, self._place = time.monotonic(), 0
 
     def note(self, text: str) -> None:
-        print(printable(text), file=self._stream or sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
     def progress(self, event: Progress) -> None:
         now, place = time.monotonic(), position(event)

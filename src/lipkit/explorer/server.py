@@ -14,10 +14,12 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lipkit.errors import LipkitError, OptionError
+from lipkit.errors import LipkitError, OptionError, rewording
 from lipkit.text import visible
 
 if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+
     from lipkit.explorer.runs import ExploredRun
 
 HEADERS = {
@@ -31,10 +33,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Send], Awaitable[None]]
 
 
 def is_loopback(host: str) -> bool:
@@ -51,15 +49,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_host(host: str, allow_remote: bool) -> None:
-    """Raise OptionError for a host that other machines can reach, unless ``allow_remote``."""
-    if not is_loopback(host) and not allow_remote:
-        raise OptionError(
-            f"host: expected a loopback address such as 127.0.0.1, got {host!r}: the explorer has no passwords; "
-            "--allow-remote serves it to everyone who can reach that address"
-        )
-
-
 def authorities(host: str, port: int) -> set[str]:
     """The values of the Host header that name this server.
 
@@ -70,55 +59,26 @@ def authorities(host: str, port: int) -> set[str]:
     return {f"{name}:{port}" for name in names}
 
 
-class Guard:
-    """ASGI middleware: refuses a foreign Host, Origin or site (DNS rebinding, other pages) by 403; adds `HEADERS`."""
-
-    def __init__(self, app: App, allowed: Collection[str]) -> None:
-        self.app, self.allowed = app, frozenset(allowed)
-
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            return  # a web socket: closed without an answer
-        if status := self._refused(scope.get("headers", [])):
-            await _refuse(send, status)
-            return
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                extra = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *extra]}
-            await send(message)
-
-        await self.app(scope, receive, answer)
-
-    def _refused(self, headers: Collection[tuple[bytes, bytes]]) -> int:
-        """The status to refuse the request with; 0 if it is accepted."""
-        names = (b"host", b"origin", b"sec-fetch-site")
-        found = [[v.decode("latin-1").lower() for k, v in headers if k.lower() == name] for name in names]
-        try:
-            origins = [urlsplit(origin) for origin in found[1]]
-        except ValueError:
-            return 400  # no address at all
-        # For links and images on a foreign page, browsers send no Origin, but a Sec-Fetch-Site that is foreign.
-        own = len(found[0]) == 1 and found[0][0] in self.allowed and {"same-origin", "none"}.issuperset(found[2])
-        return 0 if own and all(o.scheme == "http" and o.netloc in self.allowed for o in origins) else 403
+def refused(headers: Headers, allowed: Collection[str]) -> int:
+    """The status to refuse a request with: a foreign Host, Origin or site (DNS rebinding, other pages); else 0."""
+    names = ("host", "origin", "sec-fetch-site")
+    hosts, origins, sites = ([value.lower() for value in headers.getlist(name)] for name in names)
+    try:
+        pages = [urlsplit(origin) for origin in origins]
+    except ValueError:
+        return 400  # no address at all
+    # For links and images on a foreign page, browsers send no Origin, but a Sec-Fetch-Site that is foreign.
+    own = len(hosts) == 1 and hosts[0] in allowed and {"same-origin", "none"}.issuperset(sites)
+    return 0 if own and all(page.scheme == "http" and page.netloc in allowed for page in pages) else 403
 
 
-async def _refuse(send: Send, status: int) -> None:
-    body = b"expected a request to this server from its own page\n"
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Any, Any], Awaitable[None]]
 STATIC = {"explore.js": "text/javascript; charset=utf-8", "explore.css": "text/css; charset=utf-8"}
 
 
-def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callable[[], bool] = bool) -> Guard:
-    """The ASGI application for one or two opened runs.
+def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callable[[], bool] = bool) -> App:
+    """The ASGI application for one or two opened runs, which answers requests to itself alone, with `HEADERS`.
 
     Args:
         runs: from `lipkit.explorer.open_runs`.
@@ -131,7 +91,8 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
     try:
         import jinja2
         from fastapi import FastAPI, HTTPException, Request, Response
-        from fastapi.responses import HTMLResponse, JSONResponse
+        from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+        from starlette.datastructures import Headers, MutableHeaders
     except ImportError as error:
         raise OptionError(f'expected fastapi and jinja2 to explore: pip install "lipkit[serve]" ({error})') from error
     # No interactive documentation: FastAPI's pages load scripts from elsewhere.
@@ -182,7 +143,20 @@ def make_app(runs: Sequence[ExploredRun], allowed: Collection[str], ends: Callab
             raise OptionError(f"expected a run between 0 and {len(runs) - 1}, got {number}")
         return runs[number]
 
-    return Guard(app, allowed)
+    async def guarded(scope: Message, receive: Any, send: Callable[[Message], Awaitable[None]]) -> None:
+        """The application behind `refused`. A middleware of FastAPI would hide that a client is gone."""
+        if status := refused(Headers(scope=scope), allowed) if scope["type"] == "http" else 0:
+            answer = PlainTextResponse("expected a request to this server from its own page\n", status)
+            return await answer(scope, receive, send)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        return await app(scope, receive, with_headers)
+
+    return guarded
 
 
 def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> tuple[socket.socket, str]:
@@ -196,17 +170,16 @@ def listen(host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -
     Raises:
         OptionError: an address beyond loopback, a port that cannot be opened, or uvicorn is not installed.
     """
-    check_host(host, allow_remote)
+    if not is_loopback(host) and not allow_remote:
+        raise OptionError(
+            f"host: expected a loopback address such as 127.0.0.1, got {host!r}: the explorer has no passwords; "
+            "--allow-remote serves it to everyone who can reach that address"
+        )
     if importlib.util.find_spec("uvicorn") is None:
         raise OptionError('expected uvicorn to explore: pip install "lipkit[serve]"')
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow the port of a server that has just ended
-        listener.bind(address)
-        listener.listen()
-    except (OSError, OverflowError) as error:
-        raise OptionError(f"expected a free port on {host}, got port {port}: {error}") from error
+    with rewording(OptionError, f"expected a free port on {host}, got port {port}: ", OSError, OverflowError):
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family)
     return listener, f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/"
 
 

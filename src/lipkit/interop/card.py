@@ -166,25 +166,23 @@ class RobustBenchModel(nn.Module):
         return out
 
 
-def robustbench_info(
-    record: Record, *, authors: str = "", link: str = "", venue: str = "Unpublished"
-) -> dict[str, Any]:
+def robustbench_info(record: Record) -> dict[str, Any]:
     """A run in the fields of RobustBench's model descriptions; accuracies in per cent, threat model l2.
 
     ``autoattack_acc``, ``reported`` and ``eps`` are None: those figures exist only after AutoAttack ran. The
     leaderboard has no column for certified accuracies: they stand in ``footnote``. ``additional_data`` says whether
-    data beyond the named set were trained on, and is False.
+    data beyond the named set were trained on, and is False. ``link`` and ``authors`` are left to fill in.
     """
     certified = ", ".join(f"{100 * row.share.value:.2f} at {format_radius(row.eps)}" for row in record.certified)
     recipe = record.recipe if isinstance(record.recipe, dict) else {}
     return {
-        "link": link,
+        "link": "",
         "name": record.name,
-        "authors": authors,
+        "authors": "",
         "additional_data": False,
         "number_forward_passes": 1,
         "dataset": record.data.name,
-        "venue": venue,
+        "venue": "Unpublished",
         "architecture": str((recipe.get("model") or {}).get("name", "")),
         "eps": None,
         "clean_acc": f"{100 * record.clean.value:.2f}",

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
+from lipkit.lowering.functional import batch_norm, convolution, filled
 from lipkit.modules.dense import linear
 from lipkit.modules.views import Pad
 
@@ -52,16 +54,7 @@ class Node(NamedTuple):
     output: list[str]
     name: str
     attributes: dict[str, Any]
-    row: Any  # Row; None for an operator without a rule
-
-
-class Row(NamedTuple):
-    """How one operator of ONNX is read: its ``rule`` returns the module of a `Call`, or the values it computes."""
-
-    rule: Callable[[Call], Any]
-    moves: bool = True  # operands may depend on the input
-    copies: bool = False  # every number of the result is copied from an operand, which may then be the batch size
-    alone: bool = True  # the network's operands may lack the batch in the file
+    rule: Any  # makes the module of a `Call`, or the values it computes; None for an operator without a rule
 
 
 @dataclass
@@ -79,10 +72,7 @@ class Call:
     source: Any  # the input of the network
     used: set[str] = field(default_factory=lambda: set(_HARMLESS))  # attributes that the rule read
     read: set[int] = field(default_factory=set)  # operands that it computed with
-    leaves: bool = field(init=False)  # the results lack the batch in the file
-
-    def __post_init__(self) -> None:
-        self.leaves = self.alone
+    leaves: bool | None = None  # the results lack the batch in the file; None: as the operands do
 
     def on(self, operands: list[Any], source: Any) -> Call:
         """A copy of this call with other operands."""
@@ -123,7 +113,9 @@ class Call:
 
     @property
     def sizes(self) -> list[Any]:
-        """The sizes of the first operand, a value of the network with the batch first, in a file for one sample."""
+        """The sizes of the first operand; in a file for one sample, the batch, which must be first, has the size 1."""
+        if not (self.moving and self.one):
+            return [self.operands[0].size(i) for i in range(self.rank)]
         behind = [self.operands[0].size(i) for i in range(1, self.rank)]
         if any(n % BATCH == 0 and n for n in behind):
             raise self.refuse("a value with the batch first", f"sizes {list(self.operands[0].shape)}")
@@ -242,30 +234,15 @@ class Window(NamedTuple):
     def around(self) -> list[int]:
         return around(self.before, self.after)
 
-    def layer(self, kind: str, channels: tuple[int, int], **options: Any) -> nn.Module:
-        """A convolution of torch on the meta device, of ``kind`` Conv or ConvTranspose."""
-        make: Any = getattr(nn, f"{kind}{len(self.kernel)}d")
-        stride, dilation = tuple(self.strides), tuple(self.dilations)
-        made: nn.Module = make(*channels, tuple(self.kernel), stride, dilation=dilation, device="meta", **options)
-        return made
+    def convolution(self, kind: str, weight: Tensor, bias: Tensor | None, **options: Any) -> nn.Module:
+        """The convolution of ``kind`` Conv or ConvTranspose by this window."""
+        make = getattr(nn, f"{kind}{len(self.kernel)}d")
+        return convolution(make, weight, bias, stride=tuple(self.strides), dilation=tuple(self.dilations), **options)
 
 
 def around(before: Sequence[int], after: Sequence[int]) -> list[int]:
     """Paddings as torch has them: before and after the last axis, the one before it, and so on."""
     return [n for pair in zip(before[::-1], after[::-1], strict=True) for n in pair]
-
-
-def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
-    """Set parameters and buffers of the module, in place, to copies of these tensors of the same shapes; returns it."""
-    for name, tensor in tensors.items():
-        value, place = None if tensor is None else tensor.clone(), getattr(module, name)
-        if value is not None and value.shape != place.shape:
-            raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(place.shape)}")
-        if name in module._buffers:
-            module._buffers[name] = value
-        else:
-            setattr(module, name, None if value is None else nn.Parameter(value, requires_grad=False))
-    return module
 
 
 # Layers with weights, as modules.
@@ -291,9 +268,7 @@ def _conv(c: Call) -> nn.Module:
     if border:
         window = window._replace(before=border[0][2:], after=border[1][2:])
     padding = tuple(window.before) if window.even else "same" if border else 0
-    channels = weight.shape[1] * groups, weight.shape[0]
-    conv = window.layer("Conv", channels, padding=padding, padding_mode=mode, groups=groups)
-    conv = filled(conv, weight=weight, bias=bias)
+    conv = window.convolution("Conv", weight, bias, padding=padding, padding_mode=mode, groups=groups)
     return conv if window.even or border else nn.Sequential(Pad(*window.around), conv)
 
 
@@ -305,9 +280,8 @@ def _conv_transpose(c: Call) -> nn.Module:
         raise c.refuse("explicit padding and no output_shape", f"{c.node.attributes}")
     if any(n >= stride for n, stride in zip(extra, window.strides, strict=True)):
         raise c.refuse(f"output_padding below the strides {window.strides}", f"{extra}")
-    channels = weight.shape[0], weight.shape[1] * groups
     options: dict[str, Any] = {"padding": tuple(window.before) if window.even else 0, "output_padding": tuple(extra)}
-    conv = filled(window.layer("ConvTranspose", channels, groups=groups, **options), weight=weight, bias=bias)
+    conv = window.convolution("ConvTranspose", weight, bias, groups=groups, **options)
     return conv if window.even else nn.Sequential(conv, Pad(*(-n for n in window.around)))  # padding crops the output
 
 
@@ -346,10 +320,7 @@ def _batch_norm(c: Call) -> nn.Module:
     if training or c.get("spatial", 1) != 1:
         raise c.refuse("training_mode 0 and spatial 1", f"{training} and {c.get('spatial', 1)}")
     scale, shift, mean, var = (c.weight(i) for i in (1, 2, 3, 4))
-    make: Any = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(c.rank, nn.BatchNorm1d)
-    module: Any = make(len(scale), eps=float(c.get("epsilon", 1e-5)), device="meta")
-    module.num_batches_tracked = None  # it counts batches and enters no output
-    return filled(module, weight=scale, bias=shift, running_mean=mean, running_var=var)
+    return batch_norm(tuple(c.x.shape[1:]), mean, var, scale, shift, float(c.get("epsilon", 1e-5)))
 
 
 def _normalised(make: Callable[[Call, Tensor, float], nn.Module], c: Call) -> nn.Module:
@@ -365,72 +336,63 @@ def _layer_norm(c: Call, scale: Tensor, epsilon: float) -> nn.Module:
     return nn.LayerNorm(tuple(scale.shape), epsilon, device="meta")
 
 
-_INSTANCE_NORMS: Any = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+# Pools.
 
 
-# Pools. Sequences are pooled as images of one row.
-
-
-def _pool(rule: Callable[[Call, Any, Window, bool], Any], c: Call) -> Any:
-    window = c.window()
-    if c.rank == 3:
-        window = Window(*([one, *n] for one, n in zip((1, 1, 1, 0, 0), window, strict=True)))  # an image of one row
-    x = c.x.unsqueeze(2) if c.rank == 3 else c.x
-    # ceil_mode adds a window only where the windows do not fit the image.
-    reach = zip(range(2, 4), *window, strict=True)
+def _pooled(c: Call) -> tuple[Any, Window, bool]:
+    """The pooled value, the window, and True if ceil_mode adds one: only where the windows do not fit the image."""
+    x, window = c.x, c.window()
+    reach = zip(range(2, c.rank), *window, strict=True)
     over = any((x.size(i) + p + q - d * (k - 1) - 1) % s for i, k, s, d, p, q in reach)
-    y = rule(c, x, window, bool(c.get("ceil_mode", 0)) and over)
-    return y.squeeze(2) if c.rank == 3 else y
+    return x, window, bool(c.get("ceil_mode", 0)) and over
 
 
-def _max_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
-    kernel, strides, dilations, before, after = window
+def _max_pool(c: Call) -> Any:
+    x, window, up = _pooled(c)
+    pool, (kernel, strides, dilations, before, after) = getattr(F, f"max_pool{c.rank - 2}d"), window
     # Runtimes disagree about windows that reach over the end, or hold nothing but padding.
     padded = any(before) or any(after)
     if (up and any(s > k for s, k in zip(strides, kernel, strict=True))) or (padded and (up or max(dilations) > 1)):
         got = f"{kernel}, {strides}, {dilations}, {before}, {after}"
         raise c.refuse("overlapping windows with ceil_mode 1, and no pads beside it or dilations", got)
     if window.even:
-        return F.max_pool2d(x, kernel, strides, before, dilations, up)
+        return pool(x, kernel, strides, before, dilations, up)
     if any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
         raise c.refuse("paddings below the size of the window", f"{kernel}, {before}, {after}")
     # A window that reaches beyond the border holds the pixel at the border, so copies of it change no maximum.
-    for axis in (2, 3):
-        x = copied(x, axis, before[axis - 2], after[axis - 2], "replicate")
-    return F.max_pool2d(x, kernel, strides)
+    for axis in range(2, c.rank):
+        x = copied(x, axis, before[axis - 2], after[axis - 2], "edge")
+    return pool(x, kernel, strides)
 
 
-def _average_pool(c: Call, x: Any, window: Window, up: bool) -> Any:
-    kernel, strides, dilations, before, after = window
+def _average_pool(c: Call) -> Any:
+    x, window, up = _pooled(c)
+    pool, (kernel, strides, dilations, before, after) = getattr(F, f"avg_pool{c.rank - 2}d"), window
     if max(dilations) > 1 or up or any(p >= k for p, k in zip([*before, *after], kernel * 2, strict=True)):
         got = f"{dilations}, {up}, {before}, {after}"
         raise c.refuse("dilations 1, windows that fit or ceil_mode 0, and paddings below the window", got)
     counted = bool(c.get("count_include_pad", 0))
     if window.even:
-        return F.avg_pool2d(x, kernel, strides, before, False, counted)
-    y = F.avg_pool2d(F.pad(x, window.around), kernel, strides)
+        return pool(x, kernel, strides, before, False, counted)
+    y = pool(F.pad(x, window.around), kernel, strides)
     if counted:
         return y
-    inside = F.pad(torch.ones(1, 1, x.size(2), x.size(3), dtype=c.dtype), window.around)
-    return y * (1 / F.avg_pool2d(inside, kernel, strides))  # divided by the part of each window inside the image
+    inside = F.pad(torch.ones(1, 1, *(x.size(i) for i in range(2, c.rank)), dtype=c.dtype), window.around)
+    return y * (1 / pool(inside, kernel, strides))  # divided by the part of each window inside the image
 
 
 def copied(x: Any, axis: int, before: int, after: int, mode: str) -> Any:
-    """``x`` padded along an axis with copies of its entries: ``replicate``, ``reflect`` or ``circular``."""
+    """``x`` padded along an axis with copies of its entries, by numpy's modes ``edge``, ``reflect`` and ``wrap``."""
     n = x.size(axis)
     if max(before, after) > min(n - (mode == "reflect"), 256):
         raise ValueError(f"{before} and {after} entries of {n} copied around them")
-    from_ = [*range(-before, 0), *range(n, n + after)]
-    if mode == "replicate":
-        from_ = [min(max(i, 0), n - 1) for i in from_]  # the border itself
-    else:
-        from_ = [i % n if mode == "circular" else abs(i) if i < n else 2 * (n - 1) - i for i in from_]
-    parts = [x[(slice(None),) * axis + (slice(i, i + 1),)] for i in from_]
-    return torch.cat([*parts[:before], x, *parts[before:]], axis) if parts else x
+    order = np.pad(np.arange(n), (before, after), mode).tolist()  # type: ignore[call-overload]
+    first, last = ([x.narrow(axis, i, 1) for i in part] for part in (order[:before], order[before + n :]))
+    return torch.cat([*first, x, *last], axis) if first or last else x
 
 
 LAYERS: dict[str, Callable[[Call], Any]] = {
-    "AveragePool": partial(_pool, _average_pool),
+    "AveragePool": _average_pool,
     "BatchNormalization": _batch_norm,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
@@ -443,9 +405,10 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
         _normalised, lambda c, w, eps: nn.GroupNorm(c.get("num_groups", 1), c.x.size(1), eps, device="meta")
     ),
     "InstanceNormalization": partial(
-        _normalised, lambda c, w, eps: _INSTANCE_NORMS[c.rank](len(w), eps, affine=True, device="meta")
+        _normalised,
+        lambda c, w, eps: nn.GroupNorm(len(w), len(w), eps, device="meta"),  # a group for each channel
     ),
     "LayerNormalization": partial(_normalised, _layer_norm),
     "MatMul": _matmul,
-    "MaxPool": partial(_pool, _max_pool),
+    "MaxPool": _max_pool,
 }

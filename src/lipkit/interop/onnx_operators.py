@@ -1,4 +1,4 @@
-"""The operators of ONNX that `lipkit.interop.onnx_reader` reads: a `Row` each."""
+"""The operators of ONNX that `lipkit.interop.onnx_reader` reads: a rule each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, Row, around, copied, filled
+from lipkit.interop.onnx_layers import BATCH, DTYPES, LAYERS, Call, around, copied
+from lipkit.lowering.functional import filled
 from lipkit.modules.views import Enlarge
 
 # Activations.
@@ -142,7 +143,7 @@ def _reduced(name: str, c: Call) -> Any:
     axes, keep, none = c.axes(), bool(c.get("keepdims", 1)), bool(c.get("noop_with_empty_axes", 0))
     if not axes and (none or (c.moving and (not c.one or c.rank == 1))):
         raise c.refuse("axes other than the batch", "none")
-    c.leaves |= not axes and not keep  # even the batch of a file for one sample
+    c.leaves = c.alone or (not axes and not keep)  # even the batch of a file for one sample
     axes = axes or list(range(1 if c.moving else 0, c.rank))
     if name == "prod":  # torch takes one axis at a time; from the last on, the earlier ones keep their places
         return reduce(lambda y, axis: y.prod(axis, keepdim=keep), reversed(axes), c.x)
@@ -165,7 +166,9 @@ def _shape(c: Call) -> Tensor:
 
 
 def _arranged(c: Call, sizes: list[Any]) -> Any:
-    """The first operand in the ``sizes`` of a file for one sample, whose first is the batch if it is 1."""
+    """The first operand in these ``sizes``; in a file for one sample, the first is the batch if it is 1."""
+    if not (c.moving and c.one):
+        return c.moved.reshape(sizes)
     c.leaves = sizes[:1] != [1]
     return c.moved.reshape([c.source.size(0), *sizes[not c.leaves :]])
 
@@ -175,26 +178,21 @@ def _flatten(c: Call) -> Any:
     axis = rank if axis == rank else c.axis(axis) - c.alone
     if axis == 1 and not c.alone and c.rank > 1:
         return nn.Flatten(1)
-    if c.moving and c.one:
-        return _arranged(c, [math.prod(c.sizes[:axis]), math.prod(c.sizes[axis:])])
-    sizes = [c.x.size(i) for i in range(c.rank)]
-    if c.moving and (axis == 0 or math.prod(sizes[1:axis]) != 1):
+    sizes, open_batch = c.sizes, c.moving and not c.one
+    if open_batch and (axis == 0 or math.prod(sizes[1:axis]) != 1):
         raise c.refuse("axis 1", f"{axis}")
-    return c.x.reshape([sizes[0] if c.moving else math.prod(sizes[:axis]), math.prod(sizes[axis:])])
+    return _arranged(c, [sizes[0] if open_batch else math.prod(sizes[:axis]), math.prod(sizes[axis:])])
 
 
 def _reshape(c: Call) -> Any:
     x, sizes, zero = c.moved, c.numbers("shape", 1, batch=True), c.get("allowzero", 0)
     if not isinstance(sizes, list) or sizes.count(-1) > 1 or (zero and 0 in sizes):
         raise c.refuse("a shape with one size -1 at most, and 0 as a copy", f"{sizes}")
-    if not c.moving:
-        return x.reshape([x.size(i) if n == 0 else n for i, n in enumerate(sizes)])
-    if c.one:
+    if c.moving and c.one:
         sizes = [1 if n == BATCH else n or c.sizes[i] for i, n in enumerate(sizes)]
         rest = math.prod(c.sizes) // max(-math.prod(sizes), 1)
         return _arranged(c, [rest if n == -1 else n for n in sizes])
-    batch = [n == BATCH for n in sizes]
-    return x.reshape([c.source.size(0) if batch[i] else n or x.size(i) for i, n in enumerate(sizes)])
+    return x.reshape([c.source.size(0) if n == BATCH else n or x.size(i) for i, n in enumerate(sizes)])
 
 
 def _expand(c: Call) -> Any:
@@ -251,7 +249,7 @@ def _pad(c: Call) -> Any:
         return F.pad(c.x, around(before[first:], after[first:]), value=float(number))
     x = c.x
     for axis in range(1, c.rank):
-        x = copied(x, axis, before[axis], after[axis], BORDERS[kind])
+        x = copied(x, axis, before[axis], after[axis], kind.decode())
     return x
 
 
@@ -294,16 +292,7 @@ def _gather(c: Call) -> Any:
     wanted = [places] if single else places
     if not wanted or not all(isinstance(i, int) and -n <= i < n for i in wanted):
         raise c.refuse(f"a row of entries of {n}", f"{places}")
-    wanted = [i % n for i in wanted]
-    if single:
-        return x[(slice(None),) * axis + (wanted[0],)]
-    step = wanted[1] - wanted[0] if len(wanted) > 1 else 1  # evenly spaced entries are a slice, which copies none
-    if step > 0 and wanted == list(range(wanted[0], wanted[-1] + 1, step)):
-        return x[(slice(None),) * axis + (slice(wanted[0], wanted[-1] + 1, step),)]
-    # As a product: the norm of the matrix is the root of the most copies of one entry.
-    matrix = torch.zeros(n, len(wanted), dtype=c.dtype)
-    matrix[wanted, list(range(len(wanted)))] = 1  # column j picks entry wanted[j]
-    return torch.matmul(x.transpose(axis, -1), matrix).transpose(axis, -1)
+    return x.select(axis, places) if single else x.index_select(axis, torch.tensor(wanted) % n)
 
 
 def _split(c: Call) -> Any:
@@ -347,21 +336,13 @@ def _squeeze(c: Call) -> Any:
     axes = c.axes()
     if not axes and c.moving and not c.one:
         raise c.refuse("axes other than the batch", "none")
-    x = c.moved
-    if not axes and not c.moving:
-        return x.squeeze()
-    # torch's squeeze keeps sizes other than 1; these reshapes refuse them.
-    if c.moving and c.one:
-        return _arranged(c, [n for i, n in enumerate(c.sizes, c.alone) if (i not in axes if axes else n != 1)])
-    return x.reshape([x.size(axis) for axis in range(c.rank) if axis not in axes])
+    # torch's squeeze keeps sizes other than 1; a reshape refuses them.
+    return _arranged(c, [n for i, n in enumerate(c.sizes, c.alone) if (i not in axes if axes else n != 1)])
 
 
 def _unsqueeze(c: Call) -> Any:
-    axes = c.axes(more=1)
-    if not (c.moving and c.one):
-        return reduce(lambda x, axis: x.unsqueeze(axis), axes, c.moved)
     sizes = c.sizes
-    for axis in axes:
+    for axis in c.axes(more=1):
         sizes.insert(axis - c.alone, 1)
     return _arranged(c, sizes)
 
@@ -436,7 +417,7 @@ _FUNCTIONS = ("Abs", "Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", 
 _ACTIVATIONS = ("Mish", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _REDUCED = {"L1": "abs", "L2": "norm", "Max": "amax", "Mean": "mean", "Min": "amin", "Prod": "prod", "Sum": "sum"}
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))
-_RULES: dict[str, Callable[[Call], Any]] = {
+OPERATORS: dict[str, Callable[[Call], Any]] = {
     **LAYERS,
     **{name: _each(getattr(torch, name.lower())) for name in _FUNCTIONS},
     **{name: activation(getattr(nn, name)) for name in _ACTIVATIONS},
@@ -504,15 +485,12 @@ _RULES: dict[str, Callable[[Call], Any]] = {
     "Where": _where,
 }
 # Only for stored operands.
-_STORED = ("And", "Ceil", "DequantizeLinear", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd")
-# These copy every number of the result from an operand.
-_COPIES = (
+STORED = ("And", "Ceil", "DequantizeLinear", "Equal", "Erf", "Floor", "Greater", "Less", "Not", "ReduceProd")
+# These copy every number of the result from an operand, which may then be the batch size.
+COPIES = (
     *("Cast", "Concat", "ConstantOfShape", "Equal", "Expand", "Gather", "Identity", "Reshape", "Shape", "Slice"),
     *("Split", "Squeeze", "Transpose", "Unsqueeze", "Where"),
 )
 # These need the batch as the first dimension.
-_BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "LRN", "Resize", "Tile", "Upsample", "Where"}
-_BATCHED -= {"MatMul"}
-OPERATORS = {
-    name: Row(rule, name not in _STORED, name in _COPIES, name not in _BATCHED) for name, rule in _RULES.items()
-}
+BATCHED = {*LAYERS, "DepthToSpace", "Einsum", "Expand", "PRelu", "Pad", "LRN", "Resize", "Tile", "Upsample", "Where"}
+BATCHED -= {"MatMul"}

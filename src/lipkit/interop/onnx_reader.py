@@ -1,6 +1,6 @@
 """ONNX files as networks of torch modules: a closed list of operators, weights as stored.
 
-A node whose operands are all stored is evaluated by its row of `lipkit.interop.onnx_operators`; the others make up the
+A node whose operands are all stored is evaluated by its rule in `lipkit.interop.onnx_operators`; the others make up the
 network, and run once on the meta device, for their sizes.
 """
 
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory, rewording
 from lipkit.files import open_regular, read_bytes
-from lipkit.interop.onnx_layers import BATCH, FLOATS, NEWEST, OLDEST, Call, Node, Row, holds_batch, takes_over
-from lipkit.interop.onnx_operators import BORDERS, OPERATORS, activation, pads_of
+from lipkit.interop.onnx_layers import BATCH, FLOATS, NEWEST, OLDEST, Call, Node, holds_batch, takes_over
+from lipkit.interop.onnx_operators import BATCHED, BORDERS, COPIES, OPERATORS, STORED, activation, pads_of
 from lipkit.interop.reading import LARGEST, Budget, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, onnx_model
 from lipkit.lowering.written import ENDS, GATES, fits
@@ -42,7 +42,7 @@ def _step(call: Call, numbers: dict[str, Tensor], network: ReadNetwork, values: 
     if node.name in network.layers:
         return network.layers[node.name](values[node.input[0]])
     operands = [numbers.get(name, values.get(name)) for name in node.input]
-    return node.row.rule(call.on(operands, values[network.source]))
+    return node.rule(call.on(operands, values[network.source]))
 
 
 def load_onnx(
@@ -83,19 +83,17 @@ def read_onnx(path: str | Path, input_shape: tuple[int, ...] | None = None) -> R
         import onnx
     except ImportError:
         raise DataError(f"{path}: expected the package onnx to read it, got none: pip install lipkit[onnx]") from None
-    try:
-        if (content := read_bytes(path, 1 << 31)).startswith(b"version https://git-lfs"):
-            raise DataError(
-                f"{path}: expected an ONNX file, got a Git LFS pointer in its place: git lfs pull fetches it"
-            )
-        return _read(onnx.ModelProto.FromString(content), path, input_shape)
-    except LipkitError:
-        raise
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: expected an ONNX file with its weights, got no {error.filename or path}") from None
-    except Exception as error:  # protobuf and numpy have no common error
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise DataError(f"{path}: not an ONNX file that can be read: {reason}") from error
+    start = f"{path}: not an ONNX file that can be read: "
+    with rewording(DataError, start, Exception, named=True):  # protobuf and numpy have no common error
+        try:
+            content = read_bytes(path, 1 << 31)
+            if content.startswith(b"version https://git-lfs"):
+                why = "got a Git LFS pointer in its place: git lfs pull fetches it"
+                raise DataError(f"{path}: expected an ONNX file, {why}")
+            return _read(onnx.ModelProto.FromString(content), path, input_shape)
+        except FileNotFoundError as error:
+            got = error.filename or path
+            raise DataError(f"{path}: expected an ONNX file with its weights, got no {got}") from None
 
 
 def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> ReadNetwork | Network:
@@ -135,7 +133,7 @@ def _read(file: Any, path: str | Path, input_shape: tuple[int, ...] | None) -> R
     given = tuple(declared) if input_shape is None else input_shape
     fits = len(given) == len(declared) and all(m in (0, n) for n, m in zip(given, declared, strict=True))
     if not given or not network.source or not fits or min(given) < 1:
-        if lacking := {node.kind for node in nodes if node.row is None}:
+        if lacking := {node.kind for node in nodes if node.rule is None}:
             raise _without_rules(path, lacking)
         got = [d.dim_value or "open" for d in kind.shape.dim]
         if not declared or not network.source:
@@ -209,7 +207,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
     for position, node in enumerate(file.graph.node):
         name = f"{position}:{node.name or node.op_type}".replace(".", "_")
         kind, attributes = f"{node.domain}." * (node.domain not in _DOMAIN) + node.op_type, {}
-        if (row := OPERATORS.get(kind)) is not None:
+        if kind in OPERATORS:
             try:
                 node.domain = ""
                 onnx.checker.check_node(node, context)
@@ -222,7 +220,7 @@ def _nodes(file: Any, path: str | Path, given: set[str]) -> tuple[int, list[Node
                 attributes[a.name] = _numbers(a.t, name, path) if tensor else onnx.helper.get_attribute_value(a)
         # Further results of a BatchNormalization mean that it trains.
         more = [n for n in node.output[1:] if n in read or kind not in _MORE]
-        nodes.append(Node(kind, list(node.input), [*node.output[:1], *more], name, attributes, row))
+        nodes.append(Node(kind, list(node.input), [*node.output[:1], *more], name, attributes, OPERATORS.get(kind)))
     made = set(given)
     for one in file.graph.node:
         outputs = [n for n in one.output if n]
@@ -274,7 +272,7 @@ def _with_activations(nodes: list[Node], result: str, stored: dict[str, Tensor])
             if fits(pattern, node.output[0], look, equals, found):
                 inside = found["inside"][:-1]  # the last is the result itself
                 if all(readers[name] == inside.count(name) for name in inside):
-                    node = node._replace(input=[found["x"]], attributes={}, row=Row(activation(make)))
+                    node = Node("activation", [found["x"]], node.output, node.name, {}, activation(make))
                     gone.update(inside)
                     break
         kept.append(node)
@@ -337,17 +335,17 @@ class _Reader:
         for node in nodes:
             lost = [unknown[name] for name in node.input if name in unknown]
             moving = any(lost) or not self.values.keys().isdisjoint(node.input)
-            if node.row is None or (moving and not node.row.moves):
+            if node.rule is None or (moving and node.kind in STORED):
                 self.lacking.add(node.kind)
             elif not lost:
                 try:
-                    self._add(node, node.row)
+                    self._add(node)
                     continue
                 except NoRuleError as error:  # told at the end, if no node lacks a rule altogether
                     self.refusal = self.refusal or error
             unknown.update(dict.fromkeys(node.output, moving and node.kind != "Shape"))
 
-    def _add(self, node: Node, row: Row) -> None:
+    def _add(self, node: Node) -> None:
         if node.kind == "Conv" and node.input[0] in self.bordered:
             source, border = self.bordered[node.input[0]]
             merged = node._replace(input=[source, *node.input[1:]], attributes={**node.attributes, "border": border})
@@ -362,20 +360,20 @@ class _Reader:
         call: Call = self.call(node=node, moving=moving, sized=sized, operands=given, alone=True in apart)
         if node.kind != "Split" and len([name for name in node.output if name]) != 1:
             raise call.refuse("one output", f"{len(node.output)}")
-        if call.sized and not call.moving and not row.copies:
+        if call.sized and not call.moving and node.kind not in COPIES:
             raise call.refuse("no size computed from that of the batch", "one")
-        if call.alone and (len(apart) > 1 or not row.alone):
+        if call.alone and (len(apart) > 1 or node.kind in BATCHED):
             without = self.values[node.input[min(moving)]]
             raise call.refuse("an input with the batch first", f"sizes {list(without.shape[1:])}")
         layer: nn.Module | None = None
         try:
-            made = row.rule(call)
+            made = node.rule(call)
             if isinstance(made, nn.Module):
                 layer = made.eval()
                 made = layer(given[0])
-        except LipkitError:
-            raise
         except Exception as error:  # torch refuses what the rule asks for
+            if isinstance(error, LipkitError) or lacks_memory(error):
+                raise
             raise call.refuse("what its rule covers", f"{type(error).__name__}: {first_line(error)}") from error
         if missed := sorted(set(node.attributes) - call.used):
             raise call.refuse("attributes that its rule covers", f"{', '.join(missed)}")
@@ -384,12 +382,12 @@ class _Reader:
         if all(not value.is_meta for value in found.values()):  # no value of the network went in
             self.stored.update(found)
             holding = {name for name, value in found.items() if holds_batch(value)}
-            if holding and not row.copies:
+            if holding and node.kind not in COPIES:
                 raise call.refuse(f"no computed number {BATCH}, which stands for the batch", "one")
             self.sized |= holding
             return
         self.values.update(found)
-        if call.leaves:
+        if call.alone if call.leaves is None else call.leaves:
             self.alone.update(found)
         if layer is not None:
             self.network.layers[node.name] = layer

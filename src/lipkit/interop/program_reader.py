@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import DataError, NoRuleError
+from lipkit.errors import DataError, NoRuleError, rewording
 from lipkit.files import open_regular
 from lipkit.interop.reading import LARGEST, ReadNetwork, load
 from lipkit.interop.runtimes import CLAIM, claimed, program_bytes
@@ -170,32 +170,27 @@ def load_program(
 
 def read_program(path: str | Path) -> ReadNetwork | Network:
     """The network of a .pt2 file, in evaluation mode; it refuses what `load_program` lists."""
-    try:
-        with open_regular(path) as file:
-            archive = zipfile.ZipFile(file)
-            # torch finds entries whatever the case of their letters, and the first of one name, Python the last.
-            names = {e.filename.lower() for e in archive.infolist() if e.filename == e.orig_filename}
-            if len(names) < len(archive.infolist()):
-                raise DataError(f"{path}: expected entries of different names in the archive, got some of the same")
-            program = _json(archive, "models/", path)
-            if (major := program["schema_version"]["major"]) != SCHEMA:
-                raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
-            state = _tensors(archive, "weights", path)
-            stored = {**state, **_tensors(archive, "constants", path)}
-            for name in (n for n in archive.namelist() if n.endswith(f"extra/{CLAIM}")):
-                text = _entry(archive, name, path).decode()
-                ours = claimed(text, state, lambda network: _written_alike(network, program, stored))
-                if ours is not None:
-                    return ours
-            return _network(program["graph_module"], stored, path)
-    except (DataError, NoRuleError):
-        raise
-    except FileNotFoundError:
-        raise DataError(f"{path}: expected a file of torch.export, got none") from None
-    except Exception as error:  # a damaged file can break any of the assumptions
-        raise DataError(
-            f"{path}: not a file of torch.export that can be read: {type(error).__name__}, {error}"
-        ) from None
+    if not Path(path).exists():
+        raise DataError(f"{path}: expected a file of torch.export, got none")
+    start = f"{path}: not a file of torch.export that can be read: "
+    # A damaged file can break any of the assumptions.
+    with rewording(DataError, start, Exception, named=True), open_regular(path) as file:
+        archive = zipfile.ZipFile(file)
+        # torch finds entries whatever the case of their letters, and the first of one name, Python the last.
+        names = {e.filename.lower() for e in archive.infolist() if e.filename == e.orig_filename}
+        if len(names) < len(archive.infolist()):
+            raise DataError(f"{path}: expected entries of different names in the archive, got some of the same")
+        program = _json(archive, "models/", path)
+        if (major := program["schema_version"]["major"]) != SCHEMA:
+            raise DataError(f"{path}: expected version {SCHEMA} of the format of torch.export, got {major}")
+        state = _tensors(archive, "weights", path)
+        stored = {**state, **_tensors(archive, "constants", path)}
+        for name in (n for n in archive.namelist() if n.endswith(f"extra/{CLAIM}")):
+            text = _entry(archive, name, path).decode()
+            ours = claimed(text, state, lambda network: _written_alike(network, program, stored))
+            if ours is not None:
+                return ours
+        return _network(program["graph_module"], stored, path)
 
 
 def _graph(program: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from lipkit.errors import DataError, LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
+from lipkit.errors import DataError, NoRuleError, ShapeError, rewording
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering import export
 from lipkit.lowering.tracing import flat
@@ -56,15 +56,12 @@ def load(
     check_sizes(network, shape)
     if isinstance(network, Network) and box in (None, network.input_range):
         return network  # with its multipliers
-    try:
+    start = f"{path}: expected a network, got "
+    with rewording(NoRuleError, start, Exception, named=True):  # of torch, about a graph that somebody else wrote
         plain = export(network, shape, box=box)
-        if all_finite(*plain.parameters(), *plain.buffers()):
-            return plain
+    if not all_finite(*plain.parameters(), *plain.buffers()):
         raise DataError(f"{path}: expected -inf in masks alone, got it as a factor")
-    except Exception as error:  # of torch, about a graph that somebody else wrote
-        if isinstance(error, LipkitError) or lacks_memory(error):
-            raise
-        raise NoRuleError(f"{path}: expected a network, got {type(error).__name__}: {first_line(error)}") from error
+    return plain
 
 
 class Budget(TorchFunctionMode):

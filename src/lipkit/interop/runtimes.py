@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.certificates.measurement import check_network
-from lipkit.errors import DataError, LipkitError, OptionError, first_line, lacks_memory, rewording
+from lipkit.errors import DataError, OptionError, lacks_memory, rewording
 from lipkit.files import parse_json
 from lipkit.interop.check import Runtime, check_runtime, module_runtime, write_checked
 from lipkit.interop.onnx_writer import model_of
@@ -53,13 +53,10 @@ def write_onnx(network: modules.Network, path: str | Path) -> Path:
     model.metadata_props.add(key=CLAIM, value=claim(network, stored))
 
     def check(draft: Path) -> None:
-        try:
+        start = f"{path}: expected to write a valid ONNX model, got "
+        with rewording(DataError, start, Exception):  # onnx has a class of its own for each kind of failure
             onnx.checker.check_model(model, full_check=True)
             check_runtime(network, _evaluator(draft), batch_size=3)
-        except LipkitError:
-            raise
-        except Exception as error:  # onnx has a class of its own for each kind of failure
-            raise DataError(f"{path}: expected to write a valid ONNX model, got {first_line(error)}") from error
 
     return write_checked({Path(path): model.SerializeToString()}, check)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipkit.errors import LipkitError, NoRuleError
+from lipkit.errors import NoRuleError, rewording
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.composed import COMPOSED
 from lipkit.lowering.observe import Operand, Varies
@@ -90,13 +90,10 @@ class Build:
 
     def covered(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``rule(call, ...)``. Whatever the rule raises becomes a refusal of the arguments."""
-        try:
+        start = f"analyze: {self.what}: expected arguments that its rule covers, got other ones: "
+        with rewording(NoRuleError, start, Exception):  # of kinds that the rule does not expect
             inspect.signature(rule).bind(self, *args, **kwargs)
             return rule(self, *args, **kwargs)
-        except LipkitError:
-            raise
-        except Exception as error:  # arguments of kinds that the rule does not expect
-            raise self.refuse(f"expected arguments that its rule covers, got other ones: {error}") from error
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> Build:
         """This call with another function and other arguments."""

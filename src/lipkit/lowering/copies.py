@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lipkit.errors import NoRuleError, first_line
+from lipkit.errors import NoRuleError, rewording
 from lipkit.modules.guarding import guard, refuse_wrapper, type_name
 from lipkit.modules.parametrised import settled
 
@@ -40,12 +40,9 @@ def constant_copy(model: nn.Module) -> nn.Module:
                 f"{_at(name)}analyze: expected modules in Python, got {type(module).__qualname__}: pass the network "
                 "that it was made from"
             )
-    try:
+    start = "analyze: expected a module that can be copied, got "
+    with rewording(NoRuleError, start, Exception, named=True):  # the module is the user's and may raise anything
         twin = copy.deepcopy(model, computed_tensors(model))
-    except Exception as error:  # the module is the user's and may raise anything
-        raise NoRuleError(
-            f"analyze: expected a module that can be copied, got {type(error).__name__}: {first_line(error)}"
-        ) from error
     if not _same_numbers(model, twin):
         raise NoRuleError(
             "analyze: expected a module whose copy holds the same modules and numbers, got "

@@ -119,7 +119,7 @@ def _dropout(
 @function_module(F.prelu, "prelu")
 def _prelu(call: Build, input: Operand, weight: Any) -> nn.Module:
     slopes = call.number(weight, "slope", torch.flatten)
-    return with_tensors(call, nn.PReLU(slopes.numel(), device="meta"), weight=slopes)
+    return filled(nn.PReLU(slopes.numel(), device="meta"), weight=slopes)
 
 
 @function_module(F.linear, place=behind(lambda *given: 1))
@@ -136,11 +136,9 @@ def _convolution(make: Callable[..., nn.Module], axes: int, target: Callable[...
     def made(call: Build, input: Operand, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> nn.Module:
         kernel = call.constant(weight, "weight")
         call.require(kernel.ndim == axes + 2, f"expected a weight of {axes + 2} dimensions, got {tuple(kernel.shape)}")
-        given = dict(zip(options, args, strict=False)) | kwargs
-        first, second = len(kernel), kernel.shape[1] * given.get("groups", 1)
-        channels = (first, second) if "output_padding" in options else (second, first)  # (inputs, outputs)
-        layer = make(*channels, tuple(kernel.shape[2:]), **given, device="meta")
-        return with_tensors(call, layer, weight=kernel, bias=bias)
+        return convolution(
+            make, kernel, call.constant(bias, "bias"), **dict(zip(options, args, strict=False)), **kwargs
+        )
 
 
 _CONVOLUTION = ("stride", "padding", "dilation", "groups")
@@ -163,13 +161,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> nn.Module:
-    statistics = [call.constant(t, "statistic") for t in (running_mean, running_var)]
-    channels = call.operand(input).shape[0]
-    norm = {3: nn.BatchNorm2d, 4: nn.BatchNorm3d}.get(len(input.shape), nn.BatchNorm1d)
-    module = norm(channels, eps, device="meta").train(training)
-    module.num_batches_tracked = None  # it counts batches and enters no output
-    module.running_mean, module.running_var = statistics
-    return with_tensors(call, module, weight=weight, bias=bias)
+    mean, var = (call.constant(t, "statistic") for t in (running_mean, running_var))
+    factors = call.constant(weight, "weight"), call.constant(bias, "bias")
+    return batch_norm(call.operand(input).shape, mean, var, *factors, eps).train(training)
 
 
 @function_module(F.layer_norm, place=behind(lambda x, shape, *rest: len(shape)))
@@ -179,7 +173,7 @@ def _layer_norm(
     if weight is None and bias is not None:  # the module has no bias alone
         weight = torch.ones_like(call.constant(bias, "bias"))
     module = nn.LayerNorm(normalized_shape, call.constant(eps, "eps"), weight is not None, device="meta")
-    return with_tensors(call, module, weight=weight, bias=bias)
+    return filled(module, weight=call.constant(weight, "weight"), bias=call.constant(bias, "bias"))
 
 
 @function_module(F.group_norm)
@@ -187,12 +181,40 @@ def _group_norm(
     call: Build, input: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> nn.Module:
     given = call.constant(num_groups, "number"), call.operand(input).shape[0], call.constant(eps, "eps")
-    return with_tensors(call, nn.GroupNorm(*given, device="meta"), weight=weight, bias=bias)
+    module = nn.GroupNorm(*given, device="meta")
+    return filled(module, weight=call.constant(weight, "weight"), bias=call.constant(bias, "bias"))
 
 
-def with_tensors(call: Build, module: nn.Module, **tensors: Any) -> nn.Module:
-    """``module`` with these constants as its parameters."""
-    for name, value in tensors.items():
-        tensor = call.constant(value, name)
-        setattr(module, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+# Modules with given numbers.
+
+
+def filled(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
+    """Put these tensors in place of the module's parameters and buffers, whose shapes they must have; returns it."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != (place := getattr(module, name)).shape:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
+        if name in module._buffers:
+            module._buffers[name] = tensor
+        else:
+            setattr(module, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
     return module
+
+
+def convolution(
+    make: Callable[..., nn.Module], weight: Tensor, bias: Tensor | None, *, groups: int = 1, **options: Any
+) -> nn.Module:
+    """The convolution of this weight and bias; ``make`` is its class."""
+    first, second = len(weight), weight.shape[1] * groups
+    channels = (first, second) if make in (nn.ConvTranspose1d, nn.ConvTranspose2d) else (second, first)
+    layer = make(*channels, tuple(weight.shape[2:]), groups=groups, device="meta", **options)
+    return filled(layer, weight=weight, bias=bias)
+
+
+def batch_norm(
+    shape: tuple[int, ...], mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> nn.Module:
+    """The batch normalisation of samples of this shape, by these statistics and factors."""
+    kind: Any = {3: nn.BatchNorm2d, 4: nn.BatchNorm3d}.get(len(shape), nn.BatchNorm1d)
+    module = kind(shape[0], eps, device="meta").eval()
+    module.num_batches_tracked = None  # it counts batches and enters no output
+    return filled(module, running_mean=mean, running_var=var, weight=weight, bias=bias)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lipkit.linalg.matrices import all_finite
 from lipkit.lowering.axes import along, behind, contracted, joined, multiplied, stacked, viewed
 from lipkit.lowering.build import FINITE, FUNCTIONS, Bounded, Build, Function, Value, function_rule, plain
-from lipkit.lowering.functional import with_tensors
+from lipkit.lowering.functional import convolution
 from lipkit.lowering.moves import apply_along, mapped
 from lipkit.lowering.observe import Operand, Varies
 from lipkit.lowering.tracing import flat
@@ -164,8 +164,7 @@ def _contraction(call: Build, parts: Sequence[str], sizes: dict[str, int], *valu
         matrix = linear(weight.reshape(rows, columns))
         return regrouped(call.add(matrix, regrouped(x.number, first, (*left, summed))), (*left, right), out)
     # A matrix for each shared index: a convolution in groups, by kernels of size 1.
-    made = nn.Conv1d(heads * columns, heads * rows, 1, groups=heads, device="meta")
-    conv = with_tensors(call, made, weight=weight.reshape(-1, columns, 1), bias=None)
+    conv = convolution(nn.Conv1d, weight.reshape(-1, columns, 1), None, groups=heads)
     return regrouped(call.add(conv, regrouped(x.number, first, (shared + summed, left))), (shared + right, left), out)
 
 

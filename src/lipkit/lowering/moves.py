@@ -105,6 +105,10 @@ def _index_select(call: Build, x: Operand, dim: int, index: Any) -> int:
     taken = torch.arange(x.shape[at - 1])[call.constant(index, "index")]
     call.require(taken.ndim == 1, f"expected a list of entries, got an index of shape {tuple(taken.shape)}")
     call.require(call.shape[at - 1] > 0, f"expected entries of dimension {dim}, got none")
+    step = max(int(taken[1] - taken[0]), 1) if len(taken) > 1 else 1
+    evenly = range(int(taken[0]), int(taken[-1]) + 1, step)
+    if taken.tolist() == [*evenly]:
+        return call.piece(x, at, evenly)  # which copies no entry
     return mapped(call, x, x.number, at, lambda units: units[:, taken])
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError, first_line
+from lipkit.errors import NoRuleError, rewording
 from lipkit.lowering import tracing
 from lipkit.lowering.calls import Calls, difference, tensors
 from lipkit.lowering.copies import contents, contents_of, equal
@@ -129,15 +129,8 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
     Changes ``graph``: afterwards every node stands for its value before any later in-place call. Refuses calls that
     change parameters, or a tensor that is read later in another form than the call returns.
     """
-    try:
+    with _for_any_batch(f"{BATCHES[0]} or {BATCHES[1]} samples"):
         runs = [_run(root, graph, sample(root, input_shape, batch)) for batch in BATCHES]
-    except LipkitError:
-        raise
-    except Exception as error:  # the calls are the user's and may raise anything
-        raise NoRuleError(
-            f"analyze: expected a forward pass for batches of any size, got one that fails for {BATCHES[0]} or "
-            f"{BATCHES[1]} samples: {first_line(error)}"
-        ) from error
     position = {node: i for i, node in enumerate(graph.nodes)}
     changed = list(dict.fromkeys((*runs[0].rewrites, *runs[1].rewrites)))
     # From the last call to the first: readers of the tensor after a call read the result of that call.
@@ -338,13 +331,9 @@ def check_outputs(
     with torch.enable_grad():
         same_for(x.clone().requires_grad_(), "requires a gradient", "goes on after the error of a call in place")
     at = next((t.device for t in (*model.parameters(), *model.buffers())), x.device)  # the copy is on the CPU
-    try:
-        with torch.no_grad():
-            own = model(x.to(device=at))
-    except Exception as error:  # the forward pass is the user's and may raise anything
-        raise NoRuleError(
-            f"analyze: expected a network that runs as its copy does, got {type(error).__name__}: {first_line(error)}"
-        ) from error
+    start = "analyze: expected a network that runs as its copy does, got "
+    with torch.no_grad(), rewording(NoRuleError, start, Exception, named=True):
+        own = model(x.to(device=at))
     if not (isinstance(own, Tensor) and close(direct, own.cpu())):
         raise NoRuleError(
             "analyze: expected a network whose copy computes the same, got one that depends on the identity or the "
@@ -360,15 +349,15 @@ def _random_states() -> tuple[Any, ...]:
     return bytes(torch.get_rng_state().numpy()), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
+def _for_any_batch(given: str, end: str = "") -> AbstractContextManager[None]:
+    """Rewords what the forward pass, which is the user's and may raise anything, raises for so many samples."""
+    start = f"analyze: expected a forward pass for batches of any size, got one that fails for {given}: "
+    return rewording(NoRuleError, start, Exception, end=end)
+
+
 def _alone(root: Root, x: Tensor) -> Tensor:
-    try:
-        with torch.no_grad():
-            return torch.as_tensor(root(x.clone()))
-    except Exception as error:  # the forward pass is the user's and may raise anything
-        raise NoRuleError(
-            f"analyze: expected a forward pass for batches of any size, got one that fails for {len(x)} "
-            f"sample{'s' if len(x) > 1 else ''}: {first_line(error)}{_hint(root)}"
-        ) from error
+    with torch.no_grad(), _for_any_batch(f"{len(x)} sample{'s' if len(x) > 1 else ''}", _hint(root)):
+        return torch.as_tensor(root(x.clone()))
 
 
 def _recorded(

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
+from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
 from lipkit.lowering.composed import COMPOSED
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.guarding import type_name
@@ -256,9 +256,9 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
     try:
         with torch.no_grad(), Path(root) as direct:
             root(x[0].clone())
-    except LipkitError:
-        raise
     except Exception as error:  # the forward pass is the user's and may raise anything
+        if isinstance(error, LipkitError) or lacks_memory(error):
+            raise
         why, line = first_line(error), direct.line(error)
         if isinstance(error, TypeError) and not line:  # raised by the call itself
             raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
@@ -270,14 +270,14 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
         if tracer.refusal is not None:  # caught by the forward pass
             raise tracer.refusal
         return graph, direct.other(symbolic)
-    except LipkitError:
-        raise
     except fx.proxy.TraceError as error:
         raise NoRuleError(
             f"analyze: expected a forward pass without control flow on values or on the size of the batch, got "
             f"{name}, in which {first_line(error)}{symbolic.line(error)}"
         ) from error
     except Exception as error:  # the forward pass is the user's and may raise anything
+        if isinstance(error, LipkitError) or lacks_memory(error):
+            raise
         raise NoRuleError(
             "analyze: expected a forward pass that torch.fx can record, with symbols for values and the size of the "
             f"batch, got {name}, which raises {type(error).__name__}{symbolic.line(error)}: {first_line(error)}"
