@@ -46,6 +46,8 @@ def constant_copy(model: nn.Module) -> nn.Module:
         raise NoRuleError(
             f"analyze: expected a module that can be copied, got {type(error).__name__}: {first_line(error)}"
         ) from error
+    for module, made in zip(model.modules(), twin.modules(), strict=False):
+        made.training = module.training  # a copy that its class makes anew, as einops does, is in training mode
     if not _same_numbers(model, twin):
         raise NoRuleError(
             "analyze: expected a module whose copy holds the same modules and numbers, got "

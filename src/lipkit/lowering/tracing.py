@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.lowering.composed import COMPOSED
+from lipkit.lowering.einops_calls import plain_calls
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.guarding import type_name
 from lipkit.modules.network import Network, first_floating
@@ -264,7 +265,7 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}{line}") from error
     try:
-        with torch.no_grad(), _sizes_recorded(), Path(root) as symbolic:
+        with torch.no_grad(), _sizes_recorded(), plain_calls(_Proxy), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)
             graph = tracer.trace(root)
         if tracer.refusal is not None:  # caught by the forward pass
