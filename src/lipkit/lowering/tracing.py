@@ -50,8 +50,10 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 # depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
 # Functions that make a given number of equal rows, functions and modules that keep rows equal (also beside constants),
-# and those of these that take sizes. A convolution, for instance, may run along the batch.
-_FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
+# and those of these that take sizes. A convolution, for instance, may run along the batch. Along the
+# batch softmax and normalize depend on its size, which two runs show.
+_FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat", torch.tile,
+           "tile", torch.broadcast_to, "broadcast_to", torch.repeat_interleave, "repeat_interleave")  # fmt: skip
 _SIZED = ("view", "reshape", torch.reshape)
 _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
@@ -59,7 +61,9 @@ _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "
             torch.clamp, "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
             "flatten", "unflatten", operator.matmul, torch.matmul, "matmul", F.linear,
             operator.getitem, torch.stack, torch.chunk, "chunk", torch.split, "split", torch.unbind, "unbind",
-            nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm,
+            nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Softmax, F.layer_norm, F.embedding,
+            F.softmax, torch.softmax, "softmax", F.normalize, torch.where, "where", "masked_fill",
+            operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne,
             *(one for row in ACTIVATIONS.values() if row.functions for one in (row.kind, *row.functions)))  # fmt: skip
 
 
