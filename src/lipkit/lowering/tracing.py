@@ -14,7 +14,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partialmethod, reduce
 from itertools import takewhile
 from types import CodeType, FrameType
@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line
 from lipkit.lowering.composed import COMPOSED
-from lipkit.lowering.einops_calls import plain_calls
+from lipkit.lowering.patched import einops_by_torch, replaced
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.guarding import type_name
 from lipkit.modules.network import Network, first_floating
@@ -269,7 +269,7 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}{line}") from error
     try:
-        with torch.no_grad(), _sizes_recorded(), plain_calls(_Proxy), Path(root) as symbolic:
+        with torch.no_grad(), _sizes_recorded(), einops_by_torch(_Proxy), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)
             graph = tracer.trace(root)
         if tracer.refusal is not None:  # caught by the forward pass
@@ -289,8 +289,7 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
         ) from error
 
 
-@contextmanager
-def _sizes_recorded() -> Iterator[None]:
+def _sizes_recorded() -> AbstractContextManager[None]:
     """Record functions, and methods of stored tensors, whose sizes are symbols: torch refuses torch.zeros(n, 4)."""
 
     def recorded(home: Any, name: str) -> Callable[..., Any]:
@@ -307,14 +306,7 @@ def _sizes_recorded() -> Iterator[None]:
 
     makers = ("zeros", "ones", "empty", "rand", "randn")
     places = [*((torch, name) for name in makers), (Tensor, "expand"), (Tensor, "repeat")]
-    kept = [vars(home).get(name) for home, name in places]  # None: of the base class
-    for home, name in places:
-        setattr(home, name, recorded(home, name))
-    try:
-        yield
-    finally:
-        for (home, name), own in zip(places, kept, strict=True):
-            delattr(home, name) if own is None else setattr(home, name, own)
+    return replaced({place: recorded(*place) for place in places})
 
 
 class _Proxy(fx.Proxy):

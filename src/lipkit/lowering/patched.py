@@ -1,4 +1,4 @@
-"""Calls of einops as calls of torch without arithmetic on the size of the batch.
+"""Functions that are replaced while a forward pass is traced or recorded: those of einops.
 
 einops computes every size of a shape from those of its input, which the batch may be a part of. Where it is, -1 says
 the same, and a traced graph holds the same calls for a batch of any size. What einops itself computes is compared with
@@ -7,22 +7,34 @@ the graph, as for every network (`lipkit.lowering.observe`).
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
-# Checked with einops 0.8.2; without these names its calls stay as they are, and are refused.
-_FUNCTIONS, _LAYERS, _BACKENDS = "einops.einops", "einops.layers.torch", "einops._backends"
+
+@contextmanager
+def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Set these attributes of modules and classes for the ``with`` block."""
+    kept = [vars(home).get(name) for home, name in functions]  # None: of the base class
+    for (home, name), function in functions.items():
+        setattr(home, name, function)
+    try:
+        yield
+    finally:
+        for (home, name), own in zip(functions, kept, strict=True):
+            delattr(home, name) if own is None else setattr(home, name, own)
 
 
 @contextmanager
-def plain_calls(symbol: type) -> Iterator[None]:
-    """Apply patterns of einops by `_applied`, to tensors and to values of type ``symbol``, if einops is imported."""
-    functions, layers, backends = map(sys.modules.get, (_FUNCTIONS, _LAYERS, _BACKENDS))
-    known = getattr(backends, "_type2backend", None)
+def einops_by_torch(symbol: type) -> Iterator[None]:
+    """Apply patterns of einops by `_applied`, to tensors and to values of type ``symbol``, if einops is imported.
+
+    Its private functions are those of version 0.8.2; without them its calls stay as they are, and are refused.
+    """
+    functions, layers = (sys.modules.get(f"einops.{name}") for name in ("einops", "layers.torch"))
+    known = getattr(sys.modules.get("einops._backends"), "_type2backend", None)
     if functions is None or known is None or not hasattr(functions, "_apply_recipe"):
         yield
         return
@@ -34,11 +46,11 @@ def plain_calls(symbol: type) -> Iterator[None]:
     def in_layer(recipe: Any, tensor: Any, reduction_type: Any, axes_dims: Any) -> Any:
         return _applied(functions, backend, recipe, tensor, reduction_type, axes_dims)
 
-    with (
-        mock.patch.object(functions, "_apply_recipe", apply),
-        mock.patch.dict(known, {symbol: backend}),
-        mock.patch.object(layers or mock.Mock(), "apply_for_scriptable_torch", in_layer),
-    ):
+    made: dict[tuple[Any, str], Any] = {(functions, "_apply_recipe"): apply}
+    if layers is not None:
+        made[layers, "apply_for_scriptable_torch"] = in_layer
+    known.setdefault(symbol, backend)
+    with replaced(made):
         yield
 
 
