@@ -263,6 +263,52 @@ def test_moving_the_batch_adds_no_module() -> None:
     assert float(lipschitz(token)) == 1
 
 
+IMAGES: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    "convolution": ((4, 6, 6), lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2)),
+    "circular convolution": ((4, 6, 6), lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)),
+    "transposed convolution": ((4, 3, 3), lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)),
+    "sequences": ((4, 7), lambda: nn.Sequential(nn.Conv1d(4, 3, 3), nn.BatchNorm1d(3), nn.MaxPool1d(2))),
+    "batch normalisation": ((4, 6, 6), lambda: nn.Sequential(nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), nn.ReLU())),
+    "features": ((4,), lambda: nn.BatchNorm1d(4)),
+    "group normalisation": ((4, 3, 3), lambda: nn.GroupNorm(2, 4, eps=0.3)),
+    "instance normalisation": ((4, 3, 3), lambda: nn.InstanceNorm2d(4, eps=0.3, affine=True)),
+    "pools": ((2, 8, 8), lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))),
+    "normalised weight": ((4, 3, 3), lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 2, 2))),
+}
+
+
+class Frames(nn.Module):
+    """A module of images for each of the frames of a sample."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.flatten(0, 1)).reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_merged_into_the_batch_are_joined_channels(name: str) -> None:
+    size, make = IMAGES[name]
+    torch.manual_seed(0)
+    module = make().eval()
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *(b for b in module.buffers() if b.ndim)):
+            tensor.copy_(torch.rand(tensor.shape) + 0.5)  # variances, too
+    network, x = Frames(module).eval(), torch.randn(5, 3, *size)
+    plain, alone = export(network, (3, *size)), export(module, size)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), network(x))
+    torch.testing.assert_close(lipschitz(plain).detach(), lipschitz(alone).detach())
+    bound = lipschitz(network, (3, *size))
+    torch.testing.assert_close(bound.detach(), lipschitz(module, size).detach())
+    assert analyze(network, (3, *size), restarts=0).upper == pytest.approx(float(lipschitz(plain)))
+    if bound.requires_grad:
+        bound.backward()
+        assert any(bool(p.grad.abs().sum() > 0) for p in module.parameters() if p.grad is not None)
+
+
 def test_where_the_batch_is() -> None:
     assert batch_axis((2,), (3,)) == (0, 1)
     assert batch_axis((4, 8, 2), (4, 12, 2)) == (1, 4)
