@@ -54,6 +54,15 @@ def picked(s: Net, x: Tensor) -> Tensor:
     return ((0.5 * q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).reshape(n, length, width)
 
 
+def windows_back(s: Net, x: Tensor) -> Tensor:
+    """As SAM writes it: the number of samples is that of the windows over the windows of one."""
+    n, h, w, c = x.shape
+    windows = x.view(n, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
+    windows = s.qkv(windows)[..., 4:12].softmax(1)
+    n = windows.shape[0] // (h * w // 4)
+    return windows.view(n, h // 2, w // 2, 2, 2, -1).transpose(2, 3).reshape(n, h, w, -1)
+
+
 def heads_in_the_batch(s: Net, x: Tensor) -> Tensor:
     """As nn.MultiheadAttention computes: tokens first, heads merged with the batch."""
     x = x.transpose(0, 1)
@@ -199,6 +208,7 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "replicated, tokens first": (M, lambda s, x: F.pad(x.transpose(0, 1), (5, 2), "replicate").transpose(0, 1)),
     "periodic": ((2, 5, 6), lambda s, x: F.pad(x, (2, -1, 3, 3), mode="circular")),
     "padded": (M, lambda s, x: F.pad(x.transpose(0, 1), (1, 0)).transpose(0, 1)),
+    "windows back by their number": (I, windows_back),
     "larger of two": (M, lambda s, x: torch.maximum(x.mT.permute(1, 2, 0), s.a(x).permute(2, 1, 0)).permute(2, 0, 1)),
 }
 
@@ -406,6 +416,7 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
     "value of rows": (V, lambda s, x: torch.cat((x, x.new_full((x.shape[0], 1), x.shape[0] // 9)), 1)),
     "rows by name": (V, lambda s, x: x + torch.full(size=(1, 4), fill_value=x.shape[0] + 0.0)),
     "fill first": (V, lambda s, x: torch.cat((x, torch.full(fill_value=x.shape[0], size=(4,)).expand_as(x)), 1)),
+    "a share of merged entries": (G, lambda s, x: x.reshape(x.flatten(0, 1).shape[0] // 4, 5, 8)),  # 5 at a batch of 4
     "rows that count": (V, lambda s, x: torch.cat((x, torch.ones_like(x).cumsum(0)), 1)),
     "token of the batch": (M, lambda s, x: torch.cat((x.mean(0, keepdim=True).expand(x.shape[0], -1, -1), x), 1)),
     "another dimension of one sample": (M, lambda s, x: x.squeeze(0).softmax(1).view(-1, 3, 4)),

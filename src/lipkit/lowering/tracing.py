@@ -63,7 +63,8 @@ _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "
             operator.getitem, torch.stack, torch.chunk, "chunk", torch.split, "split", torch.unbind, "unbind",
             nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Softmax, F.layer_norm, F.embedding,
             F.softmax, torch.softmax, "softmax", F.normalize, torch.where, "where", "masked_fill",
-            operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne,
+            operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne, operator.invert, "bool",
+            torch.cumsum, "cumsum",
             *(one for row in ACTIVATIONS.values() if row.functions for one in (row.kind, *row.functions)))  # fmt: skip
 
 
@@ -88,6 +89,8 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
+    elif node.meta.get("batch"):
+        found[node] = SIZE
     elif node.meta.get("kind", node.target) in _ROWWISE and {*hows} <= allowed:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
@@ -452,6 +455,10 @@ class _Tracer(fx.Tracer):
                 more = self._evaluated(node, 1)
             self._watch.paused = False
             self._values[node] = found, more
+            if target is operator.floordiv and self.how.get(node.args[0]) == SIZE and (found, more) == BATCHES:
+                # Samples merged with n entries each, divided by n: for every batch its size.
+                node.meta["batch"] = all(self.value(node.args[0], k) % node.args[1] == 0 for k in (0, 1))
+                note_dependence(node, self.how)
         return proxy
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
