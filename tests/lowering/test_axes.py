@@ -54,6 +54,15 @@ def picked(s: Net, x: Tensor) -> Tensor:
     return ((0.5 * q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).reshape(n, length, width)
 
 
+def windows_back(s: Net, x: Tensor) -> Tensor:
+    """As SAM writes it: the number of samples is that of the windows over the windows of one."""
+    n, h, w, c = x.shape
+    windows = x.view(n, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
+    windows = s.qkv(windows)[..., 4:12].softmax(1)
+    n = windows.shape[0] // (h * w // 4)
+    return windows.view(n, h // 2, w // 2, 2, 2, -1).transpose(2, 3).reshape(n, h, w, -1)
+
+
 def heads_in_the_batch(s: Net, x: Tensor) -> Tensor:
     """As nn.MultiheadAttention computes: tokens first, heads merged with the batch."""
     x = x.transpose(0, 1)
@@ -199,6 +208,7 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "replicated, tokens first": (M, lambda s, x: F.pad(x.transpose(0, 1), (5, 2), "replicate").transpose(0, 1)),
     "periodic": ((2, 5, 6), lambda s, x: F.pad(x, (2, -1, 3, 3), mode="circular")),
     "padded": (M, lambda s, x: F.pad(x.transpose(0, 1), (1, 0)).transpose(0, 1)),
+    "windows back by their number": (I, windows_back),
     "larger of two": (M, lambda s, x: torch.maximum(x.mT.permute(1, 2, 0), s.a(x).permute(2, 1, 0)).permute(2, 0, 1)),
 }
 
@@ -261,6 +271,52 @@ def test_moving_the_batch_adds_no_module() -> None:
     token = export(Net(lambda s, x: torch.cat((s.cls.expand(x.shape[0], -1, -1), x), 1)).eval(), M)
     assert [type(module).__name__ for module in token] == ["Pad", "Affine"]
     assert float(lipschitz(token)) == 1
+
+
+IMAGES: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    "convolution": ((4, 6, 6), lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2)),
+    "circular convolution": ((4, 6, 6), lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False)),
+    "transposed convolution": ((4, 3, 3), lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)),
+    "sequences": ((4, 7), lambda: nn.Sequential(nn.Conv1d(4, 3, 3), nn.BatchNorm1d(3), nn.MaxPool1d(2))),
+    "batch normalisation": ((4, 6, 6), lambda: nn.Sequential(nn.Conv2d(4, 3, 1), nn.BatchNorm2d(3), nn.ReLU())),
+    "features": ((4,), lambda: nn.BatchNorm1d(4)),
+    "group normalisation": ((4, 3, 3), lambda: nn.GroupNorm(2, 4, eps=0.3)),
+    "instance normalisation": ((4, 3, 3), lambda: nn.InstanceNorm2d(4, eps=0.3, affine=True)),
+    "pools": ((2, 8, 8), lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))),
+    "normalised weight": ((4, 3, 3), lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 2, 2))),
+}
+
+
+class Frames(nn.Module):
+    """A module of images for each of the frames of a sample."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.flatten(0, 1)).reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_merged_into_the_batch_are_joined_channels(name: str) -> None:
+    size, make = IMAGES[name]
+    torch.manual_seed(0)
+    module = make().eval()
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *(b for b in module.buffers() if b.ndim)):
+            tensor.copy_(torch.rand(tensor.shape) + 0.5)  # variances, too
+    network, x = Frames(module).eval(), torch.randn(5, 3, *size)
+    plain, alone = export(network, (3, *size)), export(module, size)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), network(x))
+    torch.testing.assert_close(lipschitz(plain).detach(), lipschitz(alone).detach())
+    bound = lipschitz(network, (3, *size))
+    torch.testing.assert_close(bound.detach(), lipschitz(module, size).detach())
+    assert analyze(network, (3, *size), restarts=0).upper == pytest.approx(float(lipschitz(plain)))
+    if bound.requires_grad:
+        bound.backward()
+        assert any(bool(p.grad.abs().sum() > 0) for p in module.parameters() if p.grad is not None)
 
 
 def test_where_the_batch_is() -> None:
@@ -360,6 +416,7 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
     "value of rows": (V, lambda s, x: torch.cat((x, x.new_full((x.shape[0], 1), x.shape[0] // 9)), 1)),
     "rows by name": (V, lambda s, x: x + torch.full(size=(1, 4), fill_value=x.shape[0] + 0.0)),
     "fill first": (V, lambda s, x: torch.cat((x, torch.full(fill_value=x.shape[0], size=(4,)).expand_as(x)), 1)),
+    "a share of merged entries": (G, lambda s, x: x.reshape(x.flatten(0, 1).shape[0] // 4, 5, 8)),  # 5 at a batch of 4
     "rows that count": (V, lambda s, x: torch.cat((x, torch.ones_like(x).cumsum(0)), 1)),
     "token of the batch": (M, lambda s, x: torch.cat((x.mean(0, keepdim=True).expand(x.shape[0], -1, -1), x), 1)),
     "another dimension of one sample": (M, lambda s, x: x.squeeze(0).softmax(1).view(-1, 3, 4)),

@@ -224,7 +224,10 @@ LOOKS: dict[str, tuple[Forward, str]] = {
     "sum of ones, added": (lambda s, x: x + 100 * F.relu(torch.ones(x.shape[0]).sum() - 3), MADE),
     "limited sum": (lambda s, x: x * (torch.ones(x.shape[0]).sum().clamp(min=3) - 2), MADE),
     "sum of rows": (lambda s, x: x * torch.zeros_like(x).sum().clamp(min=1), MADE),
-    "rows that are no rows": (lambda s, x: x + F.relu(torch.ones_like(x).cumsum(0) - 99), MADE),
+    "rows that are no rows": (
+        lambda s, x: x + F.relu(torch.ones_like(x).cumsum(0) - 99),
+        "depends on the size of the batch",
+    ),
     "value of rows": (lambda s, x: x + x.new_full((x.shape[0], 1), x.shape[0] // 99), MADE),
     "rows filled": (rows_filled, MADE),
     "slices of samples": (lambda s, x: torch.cat([9 * x[: (n := x.shape[0] // 4 * 4)], x[n:]]), f"getitem.*{MADE}"),
@@ -412,6 +415,11 @@ def test_no_constant_of_the_batch_and_no_state(name: tuple[str, str], function: 
         *("torch.zeros(x.shape[0], 4)", "torch.ones(x.size(0), 4, dtype=x.dtype)", "torch.zeros((x.shape[0], 4))"),
         *("s.mid.expand(x.shape[0], -1)", "s.mid.repeat(x.shape[0], 1)", "s.mid.expand(x.shape[0], -1)[:, :2]"),
         *("s.mid.expand(x.shape[0], -1).chunk(2, 1)[1]", "torch.zeros(x.shape[0], 4).sigmoid().split([1, 3], 1)[1]"),
+        *("F.embedding(torch.arange(2).expand(x.shape[0], -1), s.w)[:, 1]", "torch.tile(s.mid, (x.shape[0], 1))"),
+        *("torch.broadcast_to(s.mid, x.shape)", "s.mid[None].repeat_interleave(x.shape[0], 0).softmax(-1)"),
+        "torch.where(s.mid.expand(x.shape[0], -1) > 0.5, 1.0, 2.0)",
+        "(~torch.zeros(x.shape[0], 4).bool()).cumsum(1)",  # positions, as DETR counts them
+        *("F.layer_norm(s.mid.expand(x.shape[0], 4), (4,))", "F.normalize(s.mid.expand(x.shape[0], -1), dim=1)"),
     ],
 )
 def test_rows_of_the_size_of_the_batch_are_recorded(made: str) -> None:
@@ -434,6 +442,10 @@ def test_rows_of_the_size_of_the_batch_are_recorded(made: str) -> None:
         "torch.full((x.shape[0], 4), 1 / x.shape[0])",
         "torch.ones(x.shape[0], 4)[:, : x.shape[0]]",
         "torch.empty(x.shape[0], 4)",
+        "s.mid.expand(x.shape[0], -1).softmax(0)",
+        "F.normalize(s.mid.expand(x.shape[0], -1), dim=0)",
+        "torch.where(torch.zeros(x.shape[0], 4).softmax(0) < 0.02, 2.0, 1.0)",
+        "torch.tile(s.w, (x.shape[0], 1))[: x.shape[0]]",
     ],
 )
 def test_rows_that_change_with_the_batch_are_refused(made: str) -> None:

@@ -202,11 +202,21 @@ def batch_first(call: Build) -> Build:
     return call.covered(place)
 
 
+IMAGES = (
+    nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+)  # fmt: skip
+"""Modules that start from channels: images that are merged into the batch are joined channels to them."""
+
+
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
-    """True if a module from x to y has the batch first, or mixes only dimensions after the batch, if any."""
+    """True if a module from x to y has the batch first, or mixes only dimensions after the batch, or merged images."""
     kind, used = type(module), x.rank  # used: the last dimensions that the module mixes
     if kind in (nn.Identity, nn.Dropout) or (kind in ACTIVATIONS and ACTIVATIONS[kind].functions):
         used = 0
     elif kind in (nn.Linear, nn.LayerNorm):
         used = 1 if kind is nn.Linear else len(module.normalized_shape)
+    if kind in IMAGES and x.rank > 1 and x.place[:2] == y.place[:2] and x.axis == 0:
+        return True
     return x.place[:2] == y.place[:2] == (0, 1) or (x.place == y.place and x.axis + used < x.rank)

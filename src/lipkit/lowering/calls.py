@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lipkit.lowering.composed import COMPOSED
+from lipkit.lowering.patched import einops_by_torch
 from lipkit.lowering.tracing import METADATA, METADATA_METHODS, flat, is_leaf
 
 # Attributes and methods that are not recorded, because tracing answers them itself.
@@ -53,6 +54,7 @@ class Calls(TorchFunctionMode):
     def leaves(self, root: nn.Module) -> Iterator[None]:
         """Count each module of ``root`` with a rule as one call, and ignore the calls inside it."""
         with ExitStack() as hooks:
+            hooks.enter_context(einops_by_torch(Tensor))
             for module in filter(is_leaf, root.modules()):
                 hooks.enter_context(module.register_forward_pre_hook(lambda m, args: self._step(m, args, 1)))
                 hooks.enter_context(module.register_forward_hook(lambda m, args, result: self._step(m, result, -1)))

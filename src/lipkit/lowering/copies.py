@@ -43,6 +43,8 @@ def constant_copy(model: nn.Module) -> nn.Module:
     start = "analyze: expected a module that can be copied, got "
     with rewording(NoRuleError, start, Exception, named=True):  # the module is the user's and may raise anything
         twin = copy.deepcopy(model, computed_tensors(model))
+    for module, made in zip(model.modules(), twin.modules(), strict=False):
+        made.training = module.training  # a copy that its class makes anew, as einops does, is in training mode
     if not _same_numbers(model, twin):
         raise NoRuleError(
             "analyze: expected a module whose copy holds the same modules and numbers, got "

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError
 from lipkit.linalg.precision import without_autocast
-from lipkit.lowering.axes import batch_first, keeps_place
+from lipkit.lowering.axes import IMAGES, batch_first, keeps_place
 from lipkit.lowering.build import FINITE, MIXED, Build, Function, Masked, function_name
 from lipkit.lowering.copies import constant_copy
 from lipkit.lowering.functions import FUNCTIONS
@@ -27,11 +27,11 @@ from lipkit.lowering.written import recognise
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.graph import Wiring
 from lipkit.modules.guarding import type_name
-from lipkit.modules.parametrised import settled
+from lipkit.modules.parametrised import repeated, settled
 from lipkit.modules.plain import Shape
 from lipkit.modules.recurrent import Outputs
 from lipkit.modules.registry import LATER, export_plain, lipschitz, what_is_missing
-from lipkit.modules.views import Piece, Reshape
+from lipkit.modules.views import Piece, Reshape, reshaped
 from lipkit.proof.roundoff import WIDE
 
 # Functions that take the sizes of their result.
@@ -74,6 +74,7 @@ class Interpreter:
         self._root, self._input_shape, self._bound_to, self._bounding = root, input_shape, bound_to, bounding
         self._exact = exact
         self._known: dict[fx.Node, Any] = {}
+        self._joined: dict[int, int] = {}  # of a value of merged images, the same with their channels joined
 
     def check(self, model: nn.Module) -> None:
         """Refuse a network that is not the function of its graph, by `lipkit.lowering.observe.check_outputs`."""
@@ -129,20 +130,20 @@ class Interpreter:
                 self._check_dtype(node, result.dtype)
         if node.op == "call_module" and isinstance(value, tuple):
             # Of nn.RNN: the outputs of all steps, and the last states, of which they hold that of the last layer.
-            number, last = self._module(node, given[0]), "the last states: read outputs[:, -1]"
+            number, last = self._module(node, given[0], value[0]), "the last states: read outputs[:, -1]"
             if value[1].shape[0] == 1 and not _unread(node, 1, 2):
                 self.labels.append(self.labels[-1])
                 steps = value[0].shape[0]
                 last = replace(value[1], number=self.wiring.add(Piece(1, steps - 1, steps), number))
             return replace(value[0], number=number), last
         if node.op == "call_module":
-            return replace(value, number=self._module(node, given[0]))
+            return replace(value, number=self._module(node, given[0], value))
         found = self._function(node, given[0], given[1], results)
         if isinstance(value, tuple):
             return tuple(replace(v, number=number) for v, number in zip(results, found, strict=True))
         return replace(value, number=found)
 
-    def _module(self, node: fx.Node, x: Operand) -> int:
+    def _module(self, node: fx.Node, x: Operand, y: Operand) -> int:
         module: Any = settled(fetch(self._bound_to, str(node.target)))
         if getattr(module, "inplace", False):
             # Whoever reads the overwritten tensor later reads this value: see `observe`.
@@ -151,8 +152,17 @@ class Interpreter:
         if type(module) is nn.RNN:
             module = Outputs(module)
         path = _path_of(node)
-        self.labels.append(Label(path, type(module).__qualname__, f"at {path!r}", own=True))
-        return self.wiring.add(module, x.number)
+        label, number = Label(path, type(module).__qualname__, f"at {path!r}", own=True), x.number
+        if x.inner > 1 and type(module) in IMAGES:
+            if number not in self._joined:
+                self._joined[number] = self.wiring.add(reshaped((x.inner * x.shape[1], *x.shape[2:])), number)
+            joined = self.wiring.add(repeated(module, x.inner), self._joined[number])
+            number = self.wiring.add(reshaped(y.shape), joined)
+            self._joined[number] = joined
+        else:
+            number = self.wiring.add(module, number)
+        self.labels += [label] * (len(self.wiring.modules) - len(self.labels))
+        return number
 
     def _function(self, node: fx.Node, args: Any, kwargs: Any, results: tuple[Operand, ...]) -> Any:
         like = torch.zeros((), dtype=torch.float64 if self._exact else self._format)

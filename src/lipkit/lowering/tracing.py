@@ -14,7 +14,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partialmethod, reduce
 from itertools import takewhile
 from types import CodeType, FrameType
@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 
 from lipkit.errors import LipkitError, NoRuleError, ShapeError, first_line, lacks_memory
 from lipkit.lowering.composed import COMPOSED
+from lipkit.lowering.patched import einops_by_torch, replaced
 from lipkit.modules.activations import ACTIVATIONS
 from lipkit.modules.guarding import type_name
 from lipkit.modules.network import Network, first_floating
@@ -49,8 +50,10 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 # depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
 # Functions that make a given number of equal rows, functions and modules that keep rows equal (also beside constants),
-# and those of these that take sizes. A convolution, for instance, may run along the batch.
-_FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat")
+# and those of these that take sizes. A convolution, for instance, may run along the batch. Along the
+# batch softmax and normalize depend on its size, which two runs show.
+_FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat", torch.tile,
+           "tile", torch.broadcast_to, "broadcast_to", torch.repeat_interleave, "repeat_interleave")  # fmt: skip
 _SIZED = ("view", "reshape", torch.reshape)
 _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "float", "double", "add_", "mul_",
             "add", "sub", "mul", "div", operator.add, operator.sub, operator.mul, operator.truediv, torch.cat,
@@ -58,7 +61,10 @@ _ROWWISE = (*_SIZED, "clone", "contiguous", "detach", "to", "type", "type_as", "
             torch.clamp, "transpose", "permute", "unsqueeze", torch.transpose, torch.permute, torch.unsqueeze,
             "flatten", "unflatten", operator.matmul, torch.matmul, "matmul", F.linear,
             operator.getitem, torch.stack, torch.chunk, "chunk", torch.split, "split", torch.unbind, "unbind",
-            nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm,
+            nn.Identity, nn.Dropout, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Softmax, F.layer_norm, F.embedding,
+            F.softmax, torch.softmax, "softmax", F.normalize, torch.where, "where", "masked_fill",
+            operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne, operator.invert, "bool",
+            torch.cumsum, "cumsum",
             *(one for row in ACTIVATIONS.values() if row.functions for one in (row.kind, *row.functions)))  # fmt: skip
 
 
@@ -83,6 +89,8 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
+    elif node.meta.get("batch"):
+        found[node] = SIZE
     elif node.meta.get("kind", node.target) in _ROWWISE and {*hows} <= allowed:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
@@ -264,7 +272,7 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
             raise NoRuleError(f"analyze: expected a forward pass of one tensor, got {name}, for which {why}") from error
         raise ShapeError(f"{name} does not accept inputs of shape {input_shape}: {why}{line}") from error
     try:
-        with torch.no_grad(), _sizes_recorded(), Path(root) as symbolic:
+        with torch.no_grad(), _sizes_recorded(), einops_by_torch(_Proxy), Path(root) as symbolic:
             tracer = _Tracer(x, symbolic)
             graph = tracer.trace(root)
         if tracer.refusal is not None:  # caught by the forward pass
@@ -284,8 +292,7 @@ def trace(root: Root, input_shape: tuple[int, ...]) -> tuple[fx.Graph, str | Non
         ) from error
 
 
-@contextmanager
-def _sizes_recorded() -> Iterator[None]:
+def _sizes_recorded() -> AbstractContextManager[None]:
     """Record functions, and methods of stored tensors, whose sizes are symbols: torch refuses torch.zeros(n, 4)."""
 
     def recorded(home: Any, name: str) -> Callable[..., Any]:
@@ -302,14 +309,7 @@ def _sizes_recorded() -> Iterator[None]:
 
     makers = ("zeros", "ones", "empty", "rand", "randn")
     places = [*((torch, name) for name in makers), (Tensor, "expand"), (Tensor, "repeat")]
-    kept = [vars(home).get(name) for home, name in places]  # None: of the base class
-    for home, name in places:
-        setattr(home, name, recorded(home, name))
-    try:
-        yield
-    finally:
-        for (home, name), own in zip(places, kept, strict=True):
-            delattr(home, name) if own is None else setattr(home, name, own)
+    return replaced({place: recorded(*place) for place in places})
 
 
 class _Proxy(fx.Proxy):
@@ -455,6 +455,10 @@ class _Tracer(fx.Tracer):
                 more = self._evaluated(node, 1)
             self._watch.paused = False
             self._values[node] = found, more
+            if target is operator.floordiv and self.how.get(node.args[0]) == SIZE and (found, more) == BATCHES:
+                # Samples merged with n entries each, divided by n: for every batch its size.
+                node.meta["batch"] = all(self.value(node.args[0], k) % node.args[1] == 0 for k in (0, 1))
+                note_dependence(node, self.how)
         return proxy
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

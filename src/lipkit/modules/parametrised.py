@@ -60,6 +60,21 @@ def alike(module: nn.Module, kind: type[nn.Module] | None = None, **changes: Any
     return made
 
 
+# Attributes that count channels, or groups of them.
+_COUNTS = ("in_channels", "out_channels", "groups", "num_features", "num_groups", "num_channels")
+
+
+def repeated(module: nn.Module, copies: int) -> nn.Module:
+    """A module of channels, for the joined channels of ``copies`` images: each image is treated alone."""
+
+    def each(t: Any) -> Any:
+        return t.repeat(copies, *[1] * (t.ndim - 1)) if t is not None and t.ndim else t  # without dimensions: steps
+
+    counts = {key: copies * vars(module)[key] for key in _COUNTS if key in vars(module)}
+    stored = {key: None if t is None else _parameter(each(t)) for key, t in module._parameters.items()}
+    return alike(module, **counts, _parameters=stored, _buffers={k: each(t) for k, t in module._buffers.items()})
+
+
 def _parameter(value: Tensor) -> Tensor:
     return value if value.requires_grad else nn.Parameter(value, requires_grad=False)
 
