@@ -284,6 +284,7 @@ class Worse(Bad):
     ({"type": "EnlargeBilinear", "rows": 1 << 15, "cols": 1 << 15}, (1, 2, 2), "an activation"),
     ({"type": "Mean", "dims": [2], "keepdim": True}, (4,), "dimensions"),
     ({"type": "Elementary", "function": "tan"}, (4,), "another value of function"),
+    ({"type": "Roll", "dim": 1, "shift": [1]}, (4,), "another value of shift"),  # numpy would take it
 ])  # fmt: skip
 def test_refusals_name_the_reason(config: dict[str, Any], shape: tuple[int, ...], why: str) -> None:
     k.ops = k.Floats()

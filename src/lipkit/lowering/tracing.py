@@ -449,15 +449,16 @@ class _Tracer(fx.Tracer):
         if node.op == "placeholder":
             self._values[node] = (self._x[0].clone(), self._x[1].clone())
         elif node.op != "output":
+            hows = [self.how.get(n) for n in inputs]
             found, more = self._evaluated(node, 0), None
             self._watch.paused = True  # `Path` records one run of the network
             with suppress(Exception):  # what fails for another batch is refused when the graph runs
                 more = self._evaluated(node, 1)
             self._watch.paused = False
             self._values[node] = found, more
-            if target is operator.floordiv and self.how.get(node.args[0]) == SIZE and (found, more) == BATCHES:
+            if target is operator.floordiv and hows == [SIZE] and (found, more) == BATCHES:
                 # Samples merged with n entries each, divided by n: for every batch its size.
-                node.meta["batch"] = all(self.value(node.args[0], k) % node.args[1] == 0 for k in (0, 1))
+                node.meta["batch"] = all(self.value(inputs[0], k) % args[1] == 0 for k in (0, 1))
                 note_dependence(node, self.how)
         return proxy
 
