@@ -21,7 +21,7 @@ import torch
 from lipkit import models
 from lipkit.experiments.recipe import Recipe, load_recipe
 from lipkit.files import write_atomic
-from papers.measures import find
+from papers.measures import MEASURES
 from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
 from papers.tables import PAPERS, SCALES, TABLES, Row, Table, is_fraction
 
@@ -99,7 +99,7 @@ def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
     if not found or row.measure is None:
         return None
     record: Any = found[0].record  # of a measurement
-    default = inspect.signature(find(row.measure)).parameters.get("batch")
+    default = inspect.signature(MEASURES[row.measure]).parameters.get("batch")
     full = row.options.get("batch", default.default if default else 1)
     return float(record.times["measure"]) / 3600 * full / record.options.get("batch", full)
 

@@ -35,7 +35,7 @@ from lipkit.text import table as aligned
 from lipkit.training.checkpoints import SETTINGS
 from lipkit.training.options import PLACEMENT
 from papers import measures
-from papers.measures import ATTACKED
+from papers.measures.trained import ATTACKED
 from papers.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
 
 
@@ -213,7 +213,7 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
     if run.row.measure:
         start = time.perf_counter()
         place = {"root": run.root} if "data" in run.options else {}
-        figures = measures.find(run.row.measure)(seed=run.seed, **place, **run.options)
+        figures = measures.MEASURES[run.row.measure](seed=run.seed, **place, **run.options)
         seconds = time.perf_counter() - start
         made = measurement_record(run.row.label, run.row.measure, run.options, run.seed, figures, seconds)
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -227,10 +227,10 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
         record = read_record(run.folder)
         if name not in record.after:
             if measure in measures.OF_FOLDER:
-                figures = measures.find(measure, measures.OF_FOLDER)(run.folder, **options)
+                figures = measures.OF_FOLDER[measure](run.folder, **options)
             else:
                 network, data = modules.load(run.folder / pipeline.NETWORK), load_data(run.recipe)
-                figures = measures.find(measure, measures.AFTER)(network, data, seed=run.seed, **options)
+                figures = measures.AFTER[measure](network, data, seed=run.seed, **options)
             further = {"further": {**record.further, **figures}, "after": {**record.after, name: dict(options)}}
             write_record(record.model_copy(update=further), run.folder / RECORD)
 

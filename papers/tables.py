@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lipkit import data as datasets
 from lipkit.data import Data, Split
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError, OptionError, check_choice
+from papers.measures import AFTER, MEASURES, OF_FOLDER
 
 Scale = Literal["full", "budget", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "budget", "smoke")
@@ -115,9 +116,13 @@ class Table(_Section):
             ways = [row.measure is not None, row.absent is not None]
             if sum(ways) > 1 or (not any(ways) and self.recipe_of(row) is None):
                 raise ValueError(f"row {row.label!r}: expected one of recipe, measure and absent")
+            if row.measure is not None:
+                check_choice("measure", row.measure, MEASURES)
             for given in (row.published, row.deviations):
                 if given and len(given) != len(self.columns):
                     raise ValueError(f"row {row.label!r}: expected {len(self.columns)} published figures, got {given}")
+        for one in self.after.values():
+            check_choice("measure", one.measure, {**AFTER, **OF_FOLDER})
         return self
 
     def recipe_of(self, row: Row) -> str | None:

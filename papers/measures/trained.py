@@ -21,8 +21,8 @@ from lipkit.evaluation.attack import choose_samples
 from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.modules.storage import float64_copy
 from lipkit.report.run_files import read_series
-from papers.measures import ATTACKED
 
+ATTACKED = 1000  # default number of samples that `attack` attacks
 BATCH = 250  # samples that are attacked at once
 
 
