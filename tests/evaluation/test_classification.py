@@ -227,6 +227,8 @@ def test_refusals(options: dict, message: str) -> None:
     for samples in (-1, "3", 1.5):
         with pytest.raises(OptionError, match=f"samples: expected an integer of at least 0, got {samples!r}"):
             Attack(samples=samples)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"seed: expected an integer .*, got 1.5"):
+        Attack(seed=1.5)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=message):
         evaluate(network(), split(), **({"eps": (0.1,), "attack": Attack(eps=())} | options))
 

@@ -100,6 +100,7 @@ class Attack:
     def __post_init__(self) -> None:
         if self.samples is not None:
             check_integer("samples", self.samples, 0)
+        check_integer("seed", self.seed, -(2**63), 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True)

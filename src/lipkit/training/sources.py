@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lipkit.data import Data, Split, as_split
 from lipkit.data.split import as_targets
-from lipkit.errors import DataError, warn_of_bytes
+from lipkit.errors import DataError, rewording, warn_of_bytes
 
 # Streams of random numbers of an epoch. NETWORK is torch's global state, seeded once, at epoch 0.
 SHUFFLE, AUGMENT, NETWORK, ATTACK = range(4)
@@ -95,11 +95,13 @@ class DatasetSource:
         return self._length
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        kind = type(self._dataset).__name__
         fetch = getattr(self._dataset, "__getitems__", None)  # torch's name for fetching many at once
         items = fetch(index.tolist()) if fetch is not None else [self._dataset[i] for i in index.tolist()]
         if wrong := [item for item in items if not isinstance(item, Sequence) or len(item) != 2]:
-            raise DataError(f"expected items (x, y) from {type(self._dataset).__name__}, got {_kind(wrong[0])}")
-        x, y = default_collate(items)
+            raise DataError(f"expected items (x, y) from {kind}, got {_kind(wrong[0])}")
+        with rewording(DataError, f"expected items (x, y) of one shape from {kind}, got: ", RuntimeError, TypeError):
+            x, y = default_collate(items)
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             raise DataError(f"expected items (x, y) of tensors or numbers, got {_kind(x)} and {_kind(y)}")
         return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32), as_targets(y)
