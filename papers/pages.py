@@ -111,7 +111,7 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
     Tables that share a run have it under the same text, so that `merged` counts it once.
     """
     out: dict[str, dict[str, Missing]] = {row.label: {} for row in TABLES[name].rows}
-    for run in plan(TABLES[name], Path("runs") / name):
+    for run in plan(TABLES[name]):
         found = found_of(name)[run.row.label]
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else run.recipe.model_dump_json()

@@ -46,7 +46,7 @@ class TableRun:
     row: Row
     scale: Scale
     seed: int
-    folder: Path  # where its record is, or will be
+    out: Path  # folder of the table's runs
     recipe: Recipe | None = None  # of the training; None for a measurement
     options: Mapping[str, Any] = field(default_factory=dict)  # of the measurement
     # Name -> measurement of the trained network and its options, made after the training.
@@ -54,6 +54,15 @@ class TableRun:
     data: str = ""  # substitute for the paper's data, in words; empty if the run uses the paper's
     missing: str = ""  # name of a data set that was not found; empty if the run can be made
     root: Path | None = None  # folder of the data sets, for measurements
+
+    @property
+    def folder(self) -> Path:
+        """Where its record is, or will be: in this table, or where another table has finished the same run."""
+        made = to_yaml(self.recipe) if self.recipe else json.dumps([self.row.measure, self.options], sort_keys=True)
+        name = f"seed{self.seed}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"
+        own = self.out / f"{slug(self.row.label)}-{name}"
+        finished = (other for other in sorted(self.out.parent.glob(f"*/*-{name}")) if (other / RECORD).is_file())
+        return own if own.exists() else next(finished, own)
 
     @property
     def trained(self) -> bool:
@@ -73,7 +82,7 @@ class TableRun:
 
 def plan(
     table: Table,
-    out: Path,
+    out: Path = Path("runs"),
     overrides: Sequence[str] = (),
     seeds: int | None = None,
     *,
@@ -94,7 +103,7 @@ def plan(
         thin: whether rows that the table marks as thin are planned, too.
     """
     count = seeds or (table.seeds if scale == "full" else 1)
-    runs = []
+    runs: list[TableRun] = []
     for row in table.rows:
         if row.absent or (row.thin and not thin):
             continue
@@ -102,9 +111,8 @@ def plan(
             options = table.options(row, scale)
             data = options.get("data", "")
             missing = data if available is not None and not available(data) else ""
-            for seed in range(count):
-                folder = _folder(out, row, seed, _digest(json.dumps([row.measure, options], sort_keys=True)))
-                runs.append(TableRun(row, scale, seed, folder, options=options, missing=missing, root=root))
+            more: dict[str, Any] = {"options": options, "missing": missing, "root": root}
+            runs += [TableRun(row, scale, seed, out, **more) for seed in range(count)]
             continue
         name = table.recipe_of(row)
         assert name is not None
@@ -117,37 +125,10 @@ def plan(
                 recipe, words = load_recipe(name, [*changes, f"data.spec={used}"]), NAMES.get(used, used)
             else:
                 missing = wanted
-        first = recipe.train.seed
-        for seed in range(first, first + count):
-            own = seeded(recipe, seed)
-            folder = _folder(out, row, seed, _digest_of(own))
-            after = table.after_options(scale)
-            runs.append(TableRun(row, scale, seed, folder, own, after=after, data=words, missing=missing))
+        more = {"after": table.after_options(scale), "data": words, "missing": missing}
+        seeds_of_row = range(recipe.train.seed, recipe.train.seed + count)
+        runs += [TableRun(row, scale, seed, out, seeded(recipe, seed), **more) for seed in seeds_of_row]
     return runs
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-_DIGESTS: dict[str, str] = {}  # by recipe as JSON, which is written a hundred times faster than YAML
-
-
-def _digest_of(recipe: Recipe) -> str:
-    key = recipe.model_dump_json()
-    if key not in _DIGESTS:
-        _DIGESTS[key] = _digest(to_yaml(recipe))
-    return _DIGESTS[key]
-
-
-def _folder(out: Path, row: Row, seed: int, digest: str) -> Path:
-    """The run's folder in this table, or the one in which another table has finished the same run."""
-    own = out / f"{slug(row.label)}-seed{seed}-{digest}"
-    if not own.exists():
-        for other in sorted(out.parent.glob(f"*/*-seed{seed}-{digest}")):
-            if (other / RECORD).is_file():
-                return other
-    return own
 
 
 def slug(label: str) -> str:
@@ -376,8 +357,7 @@ def kept(table: Table, folder: Path, scale: Scale | None = None) -> dict[str, li
     """
     found: dict[str, list[TableRecord]] = {row.label: [] for row in table.rows}
     scales = SCALES if scale is None else (scale,)
-    out = Path("runs") / folder.name
-    runs = [run for each in scales for run in plan(table, out, scale=each)] if folder.is_dir() else []
+    runs = [run for each in scales for run in plan(table, scale=each)] if folder.is_dir() else []
     for row in table.rows:
         for wanted in scales:
             paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
