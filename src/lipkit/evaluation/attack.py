@@ -191,8 +191,8 @@ def attack_samples(
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = choose_samples(len(x), attack.samples, attack.seed)
-    # Small radii first; False for wrong predictions, too.
-    survived = {eps: torch.zeros(len(x), dtype=torch.bool) for eps in sorted(radii)}
+    # How far each sample was moved until it fell, in the norm of the attack; 0 if it is wrong already.
+    reach = torch.full((len(x),), math.inf, dtype=torch.float64).masked_fill(~certificate.correct, 0.0)
     compared, closest = 0, math.inf
     nothing = x[:0].cpu().double()
     parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
@@ -204,58 +204,48 @@ def attack_samples(
         if not len(index):
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
-        reached: list[float | Tensor] = [*survived]
-        if attack.norm == "l2" and not (minimum_norm and survived):
+        searches: list[float | Tensor | None] = [None] if minimum_norm else [*sorted(radii)]
+        if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
             # An infinite radius cannot be attacked.
-            reached.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))
-        alive = torch.ones(len(index), dtype=torch.bool)
+            searches.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))
         near = clean.double().clone()
         size = torch.full((len(index),), math.inf, dtype=torch.float64)
-        nearest: Tensor | None = None
-        for eps in reached:
-            # A sample that fell at a smaller radius is not attacked again; at their own radii all are attacked.
-            active = torch.arange(len(index)) if isinstance(eps, Tensor) else alive.nonzero()[:, 0]
+        for eps in searches:
+            # A sample that fell within eps is not attacked there again; at their own radii all are attacked.
+            left = reach[index] > eps if isinstance(eps, float) else torch.ones(len(index), dtype=torch.bool)
+            active = left.nonzero()[:, 0]
             if not len(active):  # torch's PixelUnshuffle fails on empty batches
                 continue
-            fresh = nearest is None
-            if nearest is None:
-                # AutoAttack knows one radius for all samples.
-                one_radius = ATTACKS[attack.name].package == "pyautoattack"
-                name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
-                found = run_attack(
-                    name, fast, clean[active].to(device, torch.float32), labels[active].to(device), norm=attack.norm,
-                    box=box, steps=attack.steps, restarts=attack.restarts, generator=generator,
-                    eps=None if minimum_norm else eps,
-                )  # fmt: skip
-                points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
-                ran[found.ran] = None
-                nearest = points if minimum_norm else None  # serves all radii
-            else:
-                points = nearest[active]
+            # AutoAttack knows one radius for all samples.
+            one_radius = ATTACKS[attack.name].package == "pyautoattack"
+            name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
+            found = run_attack(
+                name, fast, clean[active].to(device, torch.float32), labels[active].to(device), norm=attack.norm,
+                box=box, steps=attack.steps, restarts=attack.restarts, generator=generator, eps=eps,
+            )  # fmt: skip
+            ran[found.ran] = None
+            points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
                 wrong = misclassified(exact(points), labels[active])
-            if not isinstance(eps, Tensor):
-                lost = wrong & (space.distance(points, clean[active].double()) <= eps)
-                alive[active[lost]] = False
-                survived[eps][index] = alive
-            if fresh and bool(wrong.any()):
-                fallen = active[wrong]
-                start, end = clean[fallen].double(), points[wrong]
-                example = shrink(exact, start, end, labels[fallen])
-                distance = norms(example, start)
-                closest = min(closest, check_examples(certificate, index[fallen], distance, numbers))
-                compared += len(fallen)
-                closer = distance < size[fallen]
-                near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
+            fallen, start, end = active[wrong], clean[active[wrong]].double(), points[wrong]
+            if not len(fallen):
+                continue
+            reach[index[fallen]] = torch.minimum(reach[index[fallen]], space.distance(end, start))
+            example = shrink(exact, start, end, labels[fallen])
+            distance = norms(example, start)
+            closest = min(closest, check_examples(certificate, index[fallen], distance, numbers))
+            compared += len(fallen)
+            closer = distance < size[fallen]
+            near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
         parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
     rows = []
     for eps in radii:
         # The l2 radius of the ball around a cube of half side eps, rounded up.
-        reach = eps if attack.norm == "l2" else product(root(x[0].numel()), eps)
-        certified = certificate.certified(reach)
-        check_accuracy(certificate, chosen, survived[eps], reach, numbers)
-        rows.append(Attacked(eps, share(survived[eps][chosen], confidence), share(certified[chosen], confidence)))
+        sphere = eps if attack.norm == "l2" else product(root(x[0].numel()), eps)
+        survived, certified = reach > eps, certificate.certified(sphere)
+        check_accuracy(certificate, chosen, survived, sphere, numbers)
+        rows.append(Attacked(eps, share(survived[chosen], confidence), share(certified[chosen], confidence)))
     return Attempt(
         rows=tuple(rows),
         cross_check=CrossCheck(compared, closest),
