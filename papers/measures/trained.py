@@ -12,7 +12,7 @@ from lipkit import data as datasets
 from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
-from lipkit.attacks import ATTACKS, AttackResult, run_attack
+from lipkit.attacks import ATTACKS, run_attack
 from lipkit.attacks.ascent import ball, clip, like, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
@@ -59,20 +59,18 @@ def attack(
     for some, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
         clean, labels = some.to(device), labels.to(device)
         with torch.no_grad():
-            lost = misclassified(network(clean), labels)
-        found: AttackResult | None = None
-        for radius in radii:
-            # A minimum-norm attack runs once: its example counts at every radius that is at least its distance.
-            if found is None or not ATTACKS[name].minimum_norm:
-                found = run_attack(
-                    name, network, clean, labels, eps=None if ATTACKS[name].minimum_norm else radius, norm=norm,
-                    steps=steps, restarts=restarts, box=data.input_range,
-                    generator=torch.Generator().manual_seed(seed),
-                )  # fmt: skip
+            wrong = misclassified(network(clean), labels)
+        reach = torch.where(wrong, 0.0, math.inf)  # distance of the closest example
+        for radius in [None] if ATTACKS[name].minimum_norm else radii:
+            points = run_attack(
+                name, network, clean, labels, eps=radius, norm=norm, steps=steps, restarts=restarts,
+                box=data.input_range, generator=torch.Generator().manual_seed(seed),
+            ).points  # fmt: skip
             with torch.no_grad():
-                wrong = misclassified(network(found.points), labels)
-            inside = ball(norm).distance(found.points, clean) <= radius
-            survived[radius] += int((~(lost | wrong & inside)).sum())
+                wrong = misclassified(network(points), labels)
+            reach = torch.where(wrong, torch.minimum(reach, ball(norm).distance(points, clean)), reach)
+        for radius in radii:
+            survived[radius] += int((reach > radius).sum())
     suffix = "_linf" if norm == "linf" else ""
     return {f"{name}{suffix}({format_radius(radius)})": count / len(x) for radius, count in survived.items()}
 
