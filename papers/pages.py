@@ -174,22 +174,13 @@ def half_digit(table: Table, row: Row, column: str) -> float:
 
 
 @functools.cache
-def count_of(name: str, changes: tuple[str, ...]) -> int:
-    """Number of parameters of a recipe's network, built on the meta device."""
+def millions_of(name: str, changes: tuple[str, ...]) -> float:
+    """Number of parameters, in millions, of a recipe's network, built on the meta device."""
     recipe = load_recipe(name, changes)
     _, shape, classes = SHAPES[recipe.data.spec]
     with torch.device("meta"):
         network = models.build(recipe.model.name, input_shape=shape, classes=classes, **recipe.model.options)
-    return sum(p.numel() for p in network.parameters())
-
-
-def counted(table: Table, row: Row, paper: float, digit: float) -> tuple[str, str]:
-    """(verdict, cell) of a published number of parameters, in millions."""
-    name = table.recipe_of(row)
-    assert name is not None  # only rows with a recipe print a number of parameters
-    ours = count_of(name, tuple(table.overrides(row, "full"))) / 1e6
-    verdict = COUNTED[not reaches("million_parameters", paper, ours, digit, None)]
-    return verdict, f"{shown('million_parameters', paper)} → {shown('million_parameters', ours)}: {verdict}"
+    return sum(p.numel() for p in network.parameters()) / 1e6
 
 
 def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[str, tuple[str, str]]:
@@ -198,18 +189,19 @@ def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[s
     for column, paper in table.published(row).items():
         if paper is None:
             continue
-        figure, digit = table.columns[column], half_digit(table, row, column)
-        if figure == "million_parameters":
-            out[column] = counted(table, row, paper, digit)
-            continue
+        figure, digit, recipe = table.columns[column], half_digit(table, row, column), table.recipe_of(row)
         values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
+        if figure == "million_parameters" and recipe is not None:  # known without a run
+            values = [millions_of(recipe, tuple(table.overrides(row, "full")))]
         if not values:
             out[column] = ("not made", f"{shown(figure, paper)}: not made")
             continue
         ours = statistics.fmean(values)
         ends = interval(found[0].record, figure) if len(found) == 1 else None
         off, side = shown(figure, abs(ours - paper)), "below" if ours < paper else "above"
-        if {figure, f"{row.measure}.{figure}"} & (TIMES | QUOTIENTS):
+        if figure == "million_parameters":
+            verdict = words = COUNTED[not reaches(figure, paper, ours, digit, None)]
+        elif {figure, f"{row.measure}.{figure}"} & (TIMES | QUOTIENTS):
             verdict, words = "not compared", "on a CPU"
         elif found[0].scale != "full":
             verdict, words = "budget", f"{found[0].scale}: {off} {side}"
