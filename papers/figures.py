@@ -151,10 +151,7 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) ->
                 mark = axis.plot(*zip(*curve.published, strict=True), **hollow)[0]  # type: ignore[arg-type]
                 handles.setdefault(curve.name, mark)
             for point, slope in curve.lines:
-                if slope:
-                    mark = axis.axline(point, slope=slope, color=style["color"], linestyle="--", linewidth=1)
-                else:
-                    mark = axis.axhline(point[1], color=style["color"], linestyle="--", linewidth=1)
+                mark = axis.axline(point, slope=slope, color=style["color"], linestyle="--", linewidth=1)
                 handles.setdefault(curve.name, mark)
         axis.set_title(panel.title.replace("$", r"\$"), color=INK, fontsize=10)
         axis.set(xlabel=panel.x_label, ylabel=panel.y_label)

@@ -82,7 +82,7 @@ class Picture(_Section):
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="figure -> label in place of its name")
     beside: Mapping[str, tuple[Reference, ...]] = Field(
         default_factory=dict,
-        description="figure in y -> published figures drawn in its panel; slopes only on linear axes",
+        description="figure in y -> published figures drawn in its panel, lines only on linear axes",
     )
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
     log_y: bool = Field(default=False, description="whether y is on a logarithmic axis")
