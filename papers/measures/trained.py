@@ -13,7 +13,7 @@ from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
 from lipkit.attacks import ATTACKS, run_attack
-from lipkit.attacks.ascent import ball, clip, like, misclassified
+from lipkit.attacks.ascent import ball, clip, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.data import Data
@@ -132,30 +132,26 @@ def secant_slopes(
     """
     (radius,) = parse_numbers(eps)
     generator = torch.Generator().manual_seed(seed)
-    box = data.input_range
+    box, space = data.input_range, ball("l2")
     x = drawn(data, samples, seed)[0].double()
     f = float64_copy(network)
     slopes = []
     for part in x.split(batch_size):
         here = f(part).flatten(1)
         start = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-        y, best = clip(part + 0.5 * radius * _unit(start), box), torch.zeros(len(part), dtype=torch.float64)
+        y = clip(part + 0.5 * radius * space.direction(start, generator), box)
+        best, around = (torch.full((len(part),), value, dtype=torch.float64) for value in (0.0, radius))
         for step in range(steps + 1):
             y = y.detach().requires_grad_()
             slope = (f(y).flatten(1) - here).norm(dim=1) / (y - part).flatten(1).norm(dim=1).clamp_min(1e-12)
             best = torch.maximum(best, slope.detach())
             if step < steps:
                 (gradient,) = torch.autograd.grad(slope.sum(), y)
-                d = y.detach() + radius / 4 * _unit(gradient) - part
-                size = d.flatten(1).norm(dim=1).clamp_min(radius)
-                y = clip(part + d * like(radius / size, d), box)
+                ahead = y.detach() + radius / 4 * space.direction(gradient, generator)
+                y = space.project(ahead, part, around, box)
         slopes.append(best)
     largest = torch.stack([part.amax() for part in slopes])
     return {"emp_lip": float(torch.cat(slopes).mean()), "emp_lip_batch": float(largest.mean())}
-
-
-def _unit(d: Tensor) -> Tensor:
-    return d / like(d.flatten(1).norm(dim=1).clamp_min(1e-30), d)
 
 
 def jacobian_norms(
