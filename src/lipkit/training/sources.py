@@ -41,12 +41,13 @@ def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
 
 def random_state(fabric: Any, generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
     """States of torch's global random numbers and of ``generators``, a row per process; all processes must call it."""
-    device = fabric.device
     state = {"rng_cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["rng_cuda"] = torch.cuda.get_rng_state(device)
+    if fabric.device.type == "cuda":
+        state["rng_cuda"] = torch.cuda.get_rng_state(fabric.device)
     state |= {name: generator.get_state() for name, generator in generators.items()}
-    return {name: _rows(fabric, value) for name, value in state.items()}
+    alone = fabric.world_size == 1
+    rows = {name: own[None] for name, own in state.items()} if alone else fabric.all_gather(state)
+    return {name: value.cpu() for name, value in rows.items()}
 
 
 def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mapping[str, torch.Generator]) -> None:
@@ -57,13 +58,6 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
         torch.cuda.set_rng_state(state["rng_cuda"][rank].clone(), device)
     for name, generator in generators.items():
         generator.set_state(state[name][rank].clone())
-
-
-def _rows(fabric: Any, own: Tensor) -> Tensor:
-    """The tensors ``own`` of all processes, as rows of one tensor."""
-    table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
-    table[fabric.global_rank] = own.to(fabric.device)  # adding zeros is exact
-    return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()
 
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
