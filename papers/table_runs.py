@@ -36,7 +36,7 @@ from lipkit.training.checkpoints import SETTINGS
 from lipkit.training.options import PLACEMENT
 from papers import measures
 from papers.measures.trained import ATTACKED
-from papers.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
+from papers.tables import NAMES, SCALES, STAND_INS, Row, Scale, Table, is_fraction
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def plan(
     seeds: int | None = None,
     *,
     scale: Scale = "full",
-    available: Available | None = None,
+    available: Callable[[str], bool] | None = None,
     root: Path | None = None,
     thin: bool = True,
 ) -> list[TableRun]:
@@ -121,7 +121,7 @@ def plan(
         wanted, words, missing = recipe.data.spec, "", ""
         if available is not None and not available(wanted):
             if scale == "smoke":
-                used = available.stand_in(wanted)
+                used = next(filter(available, STAND_INS[wanted]))
                 recipe, words = load_recipe(name, [*changes, f"data.spec={used}"]), NAMES.get(used, used)
             else:
                 missing = wanted

@@ -1,7 +1,8 @@
 """The published tables that ``python -m papers`` repeats, read from ``papers/published``, one file for each paper."""
 
+import functools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -235,10 +236,7 @@ TABLES: dict[str, Table] = {
 DIGITS = "papers.tables:enlarged_digits"
 # Data set -> substitutes with as many channels, in order of preference.
 STAND_INS = {
-    "cifar100": ("cifar10", DIGITS),
-    "tiny_imagenet": ("cifar10", DIGITS),
-    "stl10": ("cifar10", DIGITS),
-    "imagenet": ("cifar10", DIGITS),
+    **dict.fromkeys(("cifar100", "tiny_imagenet", "stl10", "imagenet"), ("cifar10", DIGITS)),
     "cifar10": (DIGITS,),
     "mnist": ("digits",),
 }
@@ -261,29 +259,20 @@ def enlarged_digits() -> Data:
     return replace(data, train=enlarged(data.train), test=enlarged(data.test))
 
 
-class Available:
-    """Tells which data sets are at hand; tries to load each once.
+def available_in(root: Path | None) -> Callable[[str], bool]:
+    """A function that tells which data sets are at hand, and tries to load each once.
 
-    Args:
-        root: folder of the data sets; see `lipkit.data.data_root`.
+    The user's own data count as at hand: loading them reports the error. ``root`` is the folder of the data sets, see
+    `lipkit.data.data_root`.
     """
 
-    def __init__(self, root: Path | None) -> None:
-        self._root = root
-        self._known: dict[str, bool] = {}
-
-    def __call__(self, spec: str) -> bool:
-        """True if ``spec`` can be loaded. The user's own data count as available: loading them reports the error."""
-        if spec not in STAND_INS:
-            return True
-        if spec not in self._known:
+    @functools.cache
+    def at_hand(spec: str) -> bool:
+        if spec in STAND_INS:
             try:
-                datasets.load(spec, root=self._root, limit=1)
-                self._known[spec] = True
+                datasets.load(spec, root=root, limit=1)
             except (DataError, OptionError):
-                self._known[spec] = False
-        return self._known[spec]
+                return False
+        return True
 
-    def stand_in(self, spec: str) -> str:
-        """``spec`` if it is at hand, else its first substitute at hand."""
-        return next(name for name in (spec, *STAND_INS.get(spec, ())) if self(name))
+    return at_hand
