@@ -21,7 +21,6 @@ from lipkit.evaluation import (
     Attack,
     attack,
     attack_samples,
-    check_accuracy,
     check_examples,
     evaluate,
     per_class,
@@ -138,18 +137,6 @@ def test_a_violation_names_sample_norm_and_radius() -> None:
     assert f"{float(radius[1] * 0.9):.9g}" in message
     assert "2 such examples" in message
     assert check_examples(certificate, index[:0], radius[:0]) == math.inf
-
-
-def test_attacked_accuracy_below_certified_accuracy_is_a_violation() -> None:
-    data = split()
-    certificate = certify(network(), data.x, data.y)
-    survived = certificate.certified(0.05)
-    check_accuracy(certificate, torch.arange(60), survived, 0.05)
-    sample = int(survived.nonzero()[3])
-    survived[sample] = False
-    with pytest.raises(CertificateViolation, match=f"sample {sample}: .*at most 0.05"):
-        check_accuracy(certificate, torch.arange(60), survived, 0.05)
-    check_accuracy(certificate, torch.arange(sample), survived, 0.05)  # not attacked: nothing to compare
 
 
 @pytest.mark.thorough
