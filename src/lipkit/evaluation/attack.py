@@ -175,9 +175,10 @@ def attack_samples(
     chosen = choose_samples(len(x), attack.samples, attack.seed)
     # How far each sample was moved until it fell, in the norm of the attack; 0 if it is wrong already.
     reach = torch.full((len(x),), math.inf, dtype=torch.float64).masked_fill(~certificate.correct, 0.0)
+    # The closest example of each sample that has one, and its l2 distance.
+    nearest: dict[int, Tensor] = {}
+    size = torch.full((len(x),), math.inf, dtype=torch.float64)
     compared, closest = 0, math.inf
-    nothing = x[:0].cpu().double()
-    parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
     ran: dict[str, None] = {}
     for batch, index in enumerate(chosen.split(batch_size)):
         if progress is not None and batch:
@@ -191,8 +192,6 @@ def attack_samples(
             own = certificate.radius[index]
             # An infinite radius cannot be attacked.
             searches.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))
-        near = clean.double().clone()
-        size = torch.full((len(index),), math.inf, dtype=torch.float64)
         for eps in searches:
             # A sample that fell within eps is not attacked there again; at their own radii all are attacked.
             left = reach[index] > eps if isinstance(eps, float) else torch.ones(len(index), dtype=torch.bool)
@@ -210,17 +209,18 @@ def attack_samples(
             points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
                 wrong = misclassified(exact(points), labels[active])
-            fallen, start, end = active[wrong], clean[active[wrong]].double(), points[wrong]
+            fallen, end = active[wrong], points[wrong]
             if not len(fallen):
                 continue
-            reach[index[fallen]] = torch.minimum(reach[index[fallen]], space.distance(end, start))
+            at, start = index[fallen], clean[fallen].double()
+            reach[at] = torch.minimum(reach[at], space.distance(end, start))
             example = shrink(exact, start, end, labels[fallen])
             distance = norms(example, start)
-            closest = min(closest, check_examples(certificate, index[fallen], distance, numbers))
-            compared += len(fallen)
-            closer = distance < size[fallen]
-            near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
-        parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
+            closest = min(closest, check_examples(certificate, at, distance, numbers))
+            compared += len(at)
+            closer = distance < size[at]
+            size[at[closer]] = distance[closer]
+            nearest.update(zip(at[closer].tolist(), example[closer], strict=True))
     rows = []
     for eps in radii:
         # The l2 radius of the ball around a cube of half side eps, rounded up.
@@ -228,10 +228,15 @@ def attack_samples(
         # A sample certified there has survived: `check_examples` saw every example that was found.
         survived, certified = (reach > eps)[chosen], certificate.certified(sphere)[chosen]
         rows.append(Attacked(eps, share(survived, confidence), share(certified, confidence)))
+    index = torch.tensor(sorted(nearest), dtype=torch.int64)
+    points = torch.stack([nearest[i] for i in index.tolist()]) if nearest else x[:0].cpu().double()
+    with torch.no_grad():
+        prediction = torch.cat([exact(part).argmax(dim=1) for part in points.split(batch_size)]) if nearest else index
+    change = (points - x[index].cpu().double()).flatten(1)
     return Attempt(
         rows=tuple(rows),
         cross_check=CrossCheck(compared, closest),
-        examples=Examples(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True))),
+        examples=Examples(numbers[index], points, size[index], change.abs().amax(dim=1), prediction),
         clean=share(certificate.correct[chosen], confidence),
         ran=tuple(ran),
     )
@@ -263,11 +268,3 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
         ahead = clip(clean + (points - clean) * (1 + further), box)
         result = torch.where(like(right, ahead), ahead, result)
     return result
-
-
-def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:
-    clean, near = clean[found], near[found]
-    with torch.no_grad():
-        prediction = exact(near).argmax(dim=1) if len(near) else index[found]
-    distance = (near - clean).flatten(1)
-    return Examples(index[found], near, norms(near, clean), distance.abs().amax(dim=1), prediction)
