@@ -22,7 +22,7 @@ from lipkit import models
 from lipkit.experiments.recipe import Recipe, load_recipe
 from lipkit.files import write_atomic
 from papers.measures import MEASURES
-from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
+from papers.table_runs import TableRecord, TableRun, by_figure, interval, kept, plan, shown
 from papers.tables import PAPERS, SCALES, TABLES, Row, Table, is_fraction
 
 ROOT = Path(__file__).parents[1]
@@ -185,19 +185,19 @@ def millions_of(name: str, changes: tuple[str, ...]) -> float:
 
 def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[str, tuple[str, str]]:
     """Column -> (verdict of VERDICTS or COUNTED, cell), for every published figure of a row."""
-    out = {}
+    out, measured = {}, by_figure(found)
     for column, paper in table.published(row).items():
         if paper is None:
             continue
         figure, digit, recipe = table.columns[column], half_digit(table, row, column), table.recipe_of(row)
-        values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
+        values = measured.get(figure, [])
         if figure == "million_parameters" and recipe is not None:  # known without a run
             values = [millions_of(recipe, tuple(table.overrides(row, "full")))]
         if not values:
             out[column] = ("not made", f"{shown(figure, paper)}: not made")
             continue
         ours = statistics.fmean(values)
-        ends = interval(found[0].record, figure) if len(found) == 1 else None
+        ends = interval(found, figure)
         off, side = shown(figure, abs(ours - paper)), "below" if ours < paper else "above"
         if figure == "million_parameters":
             verdict = words = COUNTED[not reaches(figure, paper, ours, digit, None)]

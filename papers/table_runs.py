@@ -254,6 +254,17 @@ def measurement_record(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TableRecord:
+    """A record of one run of a row."""
+
+    scale: Scale  # at which it was made
+    seed: int
+    record: AnyRecord | MeasurementRecord
+    data: str = ""  # substitute for the paper's data, in words; empty for the paper's
+    current: bool = True  # whether its recipe is the row's present one
+
+
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
     """Every figure of a record by name, including further measurements, what training saw, and the network's size."""
     parameters = getattr(record, "parameters", None)
@@ -269,8 +280,18 @@ def slow(row: Row, record: AnyRecord | MeasurementRecord) -> bool:
     return bool(seen and row.samples and seen.samples < 0.9 * row.samples)
 
 
-def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, float] | None:
-    """The 95 % interval (Clopper-Pearson) of a fraction of test samples; None for other figures."""
+def by_figure(found: Sequence[TableRecord]) -> dict[str, list[float]]:
+    """Name of a figure -> its values in the records that have it."""
+    values: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in figures(one.record).items():
+            values.setdefault(name, []).append(value)
+    return values
+
+
+def interval(found: Sequence[TableRecord], name: str) -> tuple[float, float] | None:
+    """The 95 % interval (Clopper-Pearson) of a fraction of test samples in a single run; None for other figures."""
+    record = found[0].record if len(found) == 1 else None
     if not isinstance(record, Record):
         return None
     if name in record.shares():
@@ -293,17 +314,6 @@ _INCIDENTAL = {
     *("name", "description", "data.root", "certify.batch_size"),
     *(f"train.{key}" for key in (*PLACEMENT, "seed", "evaluate_every", "evaluate_samples")),
 }
-
-
-@dataclass(frozen=True)
-class TableRecord:
-    """A record of one run of a row."""
-
-    scale: Scale  # at which it was made
-    seed: int
-    record: AnyRecord | MeasurementRecord
-    data: str = ""  # substitute for the paper's data, in words; empty for the paper's
-    current: bool = True  # whether its recipe is the row's present one
 
 
 def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
@@ -414,30 +424,24 @@ def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence
     ``also`` names the figures in further columns. If there is one run, and the figure is a fraction of test images,
     its 95 % interval takes the place of the deviation.
     """
-    measured = [figures(one.record) for one in found]
-    names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
+    measured = by_figure(found)
+    means = {name: statistics.fmean(values) for name, values in measured.items()}
+    names = dict(table.columns) or {name: name for name in measured or [""]}
     published = table.published(row)
     marks = [("" if one.current else "*") + (", slow machine" if slow(row, one.record) else "") for one in found]
     scale = ", ".join(dict.fromkeys(one.scale + mark for one, mark in zip(found, marks, strict=True)))
-
-    def values_of(name: str) -> list[float]:
-        return [metrics[name] for metrics in measured if name in metrics]
-
-    def mean_of(name: str) -> float | None:
-        return statistics.fmean(values) if (values := values_of(name)) else None
-
     lines = []
     for column, name in names.items():
-        values, mean, paper = values_of(name), mean_of(name), published.get(column)
+        values, mean, paper = measured.get(name, []), means.get(name), published.get(column)
         deviation = statistics.stdev(values) if len(values) > 1 else None
         difference = None if mean is None or paper is None else mean - paper
-        ends = interval(found[0].record, name) if len(values) == 1 and len(found) == 1 else None
+        ends = interval(found, name)
         spread = f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f} %" if ends else shown(name, deviation)
         ours = NOT_MADE if not found else shown(name, mean) or "n/a"
         lines.append(
             [
                 row.label, column, scale, str(len(values)) if found else "", shown(name, paper), ours,
-                spread, shown(name, difference, sign=True), *(shown(other, mean_of(other)) for other in also),
+                spread, shown(name, difference, sign=True), *(shown(other, means.get(other)) for other in also),
             ]
         )  # fmt: skip
     return lines
