@@ -191,6 +191,8 @@ def _start_worker() -> None:
 
 def make_run(run: TableRun, display: Display | None = None) -> None:
     """Make one run, resuming from its last checkpoint, then take the measurements that follow it."""
+    if run.done:  # meanwhile, by an equal row
+        return
     if run.row.measure:
         start = time.perf_counter()
         place = {"root": run.root} if "data" in run.options else {}
