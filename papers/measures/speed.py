@@ -62,12 +62,10 @@ def network_step(
         layer: acronym of the family, or ``plain_conv``: plain convolutions in front of Cayley's dense layers.
         options: of both networks.
     """
-    own = CIRCULAR if layer == "plain_conv" else {}
-
-    def contender(layer: str, **own: Any) -> Work:
-        return step(models.build(model, layer=layer, **own, **options), batch)
-
-    return compared(seed, lambda: (contender("plain", **CIRCULAR), contender(layer, **own)), seconds)
+    make, own = partial(models.build, model, **options), CIRCULAR if layer == "plain_conv" else {}
+    return compared(
+        seed, lambda: (step(make(layer="plain", **CIRCULAR), batch), step(make(layer=layer, **own), batch)), seconds
+    )
 
 
 def recipe_step(
@@ -117,11 +115,8 @@ def lipconvnet_step(
         depth, width: of both networks.
         network, over: further options of `lipkit.models.lipconvnet`, for the two networks.
     """
-
-    def contender(options: Mapping[str, Any]) -> Work:
-        return step(lipconvnet(depth, width=width, **options), batch)
-
-    return compared(seed, lambda: (contender(over), contender(network)), seconds)
+    make = partial(lipconvnet, depth, width=width)
+    return compared(seed, lambda: (step(make(**over), batch), step(make(**network), batch)), seconds)
 
 
 def layer_step(
