@@ -166,7 +166,8 @@ def apgd(
         loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
         targeted: whether each start aims at one wrong class; None for all but the first.
         steps: gradient steps of each start.
-        restarts: number of starts; None is 1, or one for each of the 9 largest wrong logits to aim at.
+        restarts: number of starts; None is the untargeted one, if there is one, and one for each of the 9 largest wrong
+            logits, if starts have targets.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.
