@@ -7,7 +7,6 @@ one CPU core, 96.7 % of the test digits are classified correctly, 93.6 % provabl
 """
 
 import argparse
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,9 +67,8 @@ def train(net: Net, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
         schedule.step()
         print(f"epoch {epoch + 1:2d}  loss {loss.item():.4f}")
     # Averaged parameters still make orthogonal weights; only the average of SVCM's kernels must be projected again.
-    averaged = copy.deepcopy(average.module)
-    after_step(averaged, SHAPE)
-    return averaged.eval()
+    after_step(average.module, SHAPE)
+    return average.module.eval()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

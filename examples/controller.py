@@ -25,7 +25,6 @@ from lipkit.certificates import lipsdp
 from lipkit.layers import Normalize, Rescale
 
 # State: position (m), velocity (m/s), roll, pitch, yaw (rad), body rates (rad/s). Command: thrust (N), torques (N m).
-STATES = ["x", "y", "z", "vx", "vy", "vz", "roll", "pitch", "yaw", "p", "q", "r"]
 COMMANDS = [("thrust", "N"), ("roll torque", "N m"), ("pitch torque", "N m"), ("yaw torque", "N m")]
 STATE_SCALE = [2.0] * 3 + [2.0] * 3 + [0.5] * 3 + [2.0] * 3
 COMMAND_SCALE = [4.0, 0.1, 0.1, 0.1]

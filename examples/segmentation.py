@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ import lipkit
 from lipkit.certificates import dense
 from lipkit.layers import CayleyConv2d, MaxMin
 
-SIDE, DIGIT, CLASSES = 16, 14, 2
+SIDE, DIGIT, CLASSES, TEMPERATURE = 16, 14, 2, 0.3
 
 
 def scenes(digits: lipkit.data.Split, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -53,27 +52,23 @@ def scenes(digits: lipkit.data.Split, count: int, seed: int) -> tuple[Tensor, Te
     return images, labels
 
 
-def network(width: int = 64) -> nn.Sequential:
+def network() -> nn.Sequential:
     """Orthogonal layers on patches of 4 x 4 pixels."""
-    pixels = 4 * 4
-    widths = [3 * pixels, width, width, width, width]
     layers: list[nn.Module] = [nn.PixelUnshuffle(4)]
-    for a, b in pairwise(widths):
-        layers += [CayleyConv2d(a, b, 3), MaxMin()]
-    return nn.Sequential(*layers, CayleyConv2d(width, CLASSES * pixels, 1), nn.PixelShuffle(4))
+    for channels in (3 * 4 * 4, 64, 64, 64):
+        layers += [CayleyConv2d(channels, 64, 3), MaxMin()]
+    return nn.Sequential(*layers, CayleyConv2d(64, CLASSES * 4 * 4, 1), nn.PixelShuffle(4))
 
 
-def trained(
-    data: tuple[Tensor, Tensor], steps: int, temperature: float = 0.3, width: int = 64
-) -> lipkit.modules.Network:
+def trained(data: tuple[Tensor, Tensor], steps: int) -> lipkit.modules.Network:
     torch.manual_seed(0)
-    model = network(width)
+    model = network()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         batch = torch.randint(len(data[0]), (32,))
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(data[0][batch]) / temperature, data[1][batch]).backward()
+        nn.functional.cross_entropy(model(data[0][batch]) / TEMPERATURE, data[1][batch]).backward()
         optimizer.step()
         schedule.step()
     return lipkit.export(model, (3, SIDE, SIDE))

@@ -18,7 +18,7 @@ from lipkit.text import table as aligned
 from papers import table_runs, tables
 from papers.figures import draw
 from papers.table_runs import TableRecord
-from papers.tables import Available, Scale, Table
+from papers.tables import Scale, Table, available_in
 
 
 @click.command("papers", context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,7 +90,7 @@ def command(
         return
     if root is not None:
         overrides.append(data_root(root))
-    available = Available(root)
+    available = available_in(root)
     failed: list[str] = []
     with display() as show:
         for key, table in chosen.items():

@@ -1,7 +1,7 @@
 """Draws a table as an SVG file: measured figures as points or curves, the paper's as hollow markers or dashed lines."""
 
-import math
 import re
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, PercentFormatter
 
 from lipkit.report.plots import INK, SERIES, VARIABLES, dress, svg
-from papers.table_runs import TableRecord, figures
+from papers.table_runs import TableRecord, by_figure
 from papers.tables import Picture, Table, is_fraction
 
 _BRACKETS = re.compile(r"\(([^()]*)\)$")
@@ -67,7 +67,7 @@ def panels(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> list[Pan
         if match is None:
             continue
         groups = {"panel": "", "series": row.label, **match.groupdict()}
-        known = _mean([figures(one.record) for one in found.get(row.label, ())])
+        known = {name: statistics.fmean(v) for name, v in by_figure(found.get(row.label, ())).items()}
         printed = {table.columns[c]: v for c, v in table.published(row).items() if v is not None}
         for y in picture.y:
             new = Panel(
@@ -92,11 +92,6 @@ def panels(table: Table, found: Mapping[str, Sequence[TableRecord]]) -> list[Pan
         curve.published.sort()
     filled = [panel for panel in made.values() if any(c.ours or c.published or c.lines for c in panel.curves)]
     return filled or [*made.values()]
-
-
-def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    shared = set.intersection(*map(set, runs)) if runs else set()
-    return {name: math.fsum(run[name] for run in runs) / len(runs) for name in shared}
 
 
 def _points(picture: Picture, y: str, values: Mapping[str, float], groups: Mapping[str, str]) -> list[Point]:
@@ -151,10 +146,7 @@ def draw(name: str, table: Table, found: Mapping[str, Sequence[TableRecord]]) ->
                 mark = axis.plot(*zip(*curve.published, strict=True), **hollow)[0]  # type: ignore[arg-type]
                 handles.setdefault(curve.name, mark)
             for point, slope in curve.lines:
-                if slope:
-                    mark = axis.axline(point, slope=slope, color=style["color"], linestyle="--", linewidth=1)
-                else:
-                    mark = axis.axhline(point[1], color=style["color"], linestyle="--", linewidth=1)
+                mark = axis.axline(point, slope=slope, color=style["color"], linestyle="--", linewidth=1)
                 handles.setdefault(curve.name, mark)
         axis.set_title(panel.title.replace("$", r"\$"), color=INK, fontsize=10)
         axis.set(xlabel=panel.x_label, ylabel=panel.y_label)

@@ -16,7 +16,6 @@ import json
 import math
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ if __name__ == "__main__":
     costs = json.loads(COSTS.read_text()) if COSTS.exists() else {}
     # Tables with published figures first.
     for name, table in sorted(TABLES.items(), key=lambda pair: not any(row.published for row in pair[1].rows)):
-        for run in plan(table, Path("runs") / name, seeds=1):
+        for run in plan(table, seeds=1):
             # With a budget the cost is the budget.
             if run.recipe is None or run.recipe.train.budget is not None:
                 continue

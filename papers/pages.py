@@ -21,8 +21,8 @@ import torch
 from lipkit import models
 from lipkit.experiments.recipe import Recipe, load_recipe
 from lipkit.files import write_atomic
-from papers.measures import find
-from papers.table_runs import TableRecord, TableRun, figures, interval, kept, plan, shown
+from papers.measures import MEASURES
+from papers.table_runs import TableRecord, TableRun, by_figure, interval, kept, plan, shown
 from papers.tables import PAPERS, SCALES, TABLES, Row, Table, is_fraction
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def measurement_hours(row: Row, found: Sequence[TableRecord]) -> float | None:
     if not found or row.measure is None:
         return None
     record: Any = found[0].record  # of a measurement
-    default = inspect.signature(find(row.measure)).parameters.get("batch")
+    default = inspect.signature(MEASURES[row.measure]).parameters.get("batch")
     full = row.options.get("batch", default.default if default else 1)
     return float(record.times["measure"]) / 3600 * full / record.options.get("batch", full)
 
@@ -111,7 +111,7 @@ def missing_runs(name: str) -> dict[str, dict[str, Missing]]:
     Tables that share a run have it under the same text, so that `merged` counts it once.
     """
     out: dict[str, dict[str, Missing]] = {row.label: {} for row in TABLES[name].rows}
-    for run in plan(TABLES[name], Path("runs") / name):
+    for run in plan(TABLES[name]):
         found = found_of(name)[run.row.label]
         if not any((one.scale, one.seed) == ("full", run.seed) for one in found):
             text = f"{name}, {run.row.label}, {run.seed}" if run.recipe is None else run.recipe.model_dump_json()
@@ -174,42 +174,34 @@ def half_digit(table: Table, row: Row, column: str) -> float:
 
 
 @functools.cache
-def count_of(name: str, changes: tuple[str, ...]) -> int:
-    """Number of parameters of a recipe's network, built on the meta device."""
+def millions_of(name: str, changes: tuple[str, ...]) -> float:
+    """Number of parameters, in millions, of a recipe's network, built on the meta device."""
     recipe = load_recipe(name, changes)
     _, shape, classes = SHAPES[recipe.data.spec]
     with torch.device("meta"):
         network = models.build(recipe.model.name, input_shape=shape, classes=classes, **recipe.model.options)
-    return sum(p.numel() for p in network.parameters())
-
-
-def counted(table: Table, row: Row, paper: float, digit: float) -> tuple[str, str]:
-    """(verdict, cell) of a published number of parameters, in millions."""
-    name = table.recipe_of(row)
-    assert name is not None  # only rows with a recipe print a number of parameters
-    ours = count_of(name, tuple(table.overrides(row, "full"))) / 1e6
-    verdict = COUNTED[not reaches("million_parameters", paper, ours, digit, None)]
-    return verdict, f"{shown('million_parameters', paper)} → {shown('million_parameters', ours)}: {verdict}"
+    return sum(p.numel() for p in network.parameters()) / 1e6
 
 
 def figure_cells(table: Table, row: Row, found: Sequence[TableRecord]) -> dict[str, tuple[str, str]]:
     """Column -> (verdict of VERDICTS or COUNTED, cell), for every published figure of a row."""
-    out = {}
+    out, measured = {}, by_figure(found)
     for column, paper in table.published(row).items():
         if paper is None:
             continue
-        figure, digit = table.columns[column], half_digit(table, row, column)
-        if figure == "million_parameters":
-            out[column] = counted(table, row, paper, digit)
-            continue
-        values = [figures(one.record)[figure] for one in found if figure in figures(one.record)]
+        figure, digit, recipe = table.columns[column], half_digit(table, row, column), table.recipe_of(row)
+        values = measured.get(figure, [])
+        if figure == "million_parameters" and recipe is not None:  # known without a run
+            values = [millions_of(recipe, tuple(table.overrides(row, "full")))]
         if not values:
             out[column] = ("not made", f"{shown(figure, paper)}: not made")
             continue
         ours = statistics.fmean(values)
-        ends = interval(found[0].record, figure) if len(found) == 1 else None
+        ends = interval(found, figure)
         off, side = shown(figure, abs(ours - paper)), "below" if ours < paper else "above"
-        if {figure, f"{row.measure}.{figure}"} & (TIMES | QUOTIENTS):
+        if figure == "million_parameters":
+            verdict = words = COUNTED[not reaches(figure, paper, ours, digit, None)]
+        elif {figure, f"{row.measure}.{figure}"} & (TIMES | QUOTIENTS):
             verdict, words = "not compared", "on a CPU"
         elif found[0].scale != "full":
             verdict, words = "budget", f"{found[0].scale}: {off} {side}"

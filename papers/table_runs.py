@@ -35,8 +35,8 @@ from lipkit.text import table as aligned
 from lipkit.training.checkpoints import SETTINGS
 from lipkit.training.options import PLACEMENT
 from papers import measures
-from papers.measures import ATTACKED
-from papers.tables import NAMES, SCALES, Available, Row, Scale, Table, is_fraction
+from papers.measures.trained import ATTACKED
+from papers.tables import NAMES, SCALES, STAND_INS, Row, Scale, Table, is_fraction
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TableRun:
     row: Row
     scale: Scale
     seed: int
-    folder: Path  # where its record is, or will be
+    out: Path  # folder of the table's runs
     recipe: Recipe | None = None  # of the training; None for a measurement
     options: Mapping[str, Any] = field(default_factory=dict)  # of the measurement
     # Name -> measurement of the trained network and its options, made after the training.
@@ -54,6 +54,15 @@ class TableRun:
     data: str = ""  # substitute for the paper's data, in words; empty if the run uses the paper's
     missing: str = ""  # name of a data set that was not found; empty if the run can be made
     root: Path | None = None  # folder of the data sets, for measurements
+
+    @property
+    def folder(self) -> Path:
+        """Where its record is, or will be: in this table, or where another table has finished the same run."""
+        made = to_yaml(self.recipe) if self.recipe else json.dumps([self.row.measure, self.options], sort_keys=True)
+        name = f"seed{self.seed}-{hashlib.sha256(made.encode()).hexdigest()[:8]}"
+        own = self.out / f"{slug(self.row.label)}-{name}"
+        finished = (other for other in sorted(self.out.parent.glob(f"*/*-{name}")) if (other / RECORD).is_file())
+        return own if own.exists() else next(finished, own)
 
     @property
     def trained(self) -> bool:
@@ -73,12 +82,12 @@ class TableRun:
 
 def plan(
     table: Table,
-    out: Path,
+    out: Path = Path("runs"),
     overrides: Sequence[str] = (),
     seeds: int | None = None,
     *,
     scale: Scale = "full",
-    available: Available | None = None,
+    available: Callable[[str], bool] | None = None,
     root: Path | None = None,
     thin: bool = True,
 ) -> list[TableRun]:
@@ -94,7 +103,7 @@ def plan(
         thin: whether rows that the table marks as thin are planned, too.
     """
     count = seeds or (table.seeds if scale == "full" else 1)
-    runs = []
+    runs: list[TableRun] = []
     for row in table.rows:
         if row.absent or (row.thin and not thin):
             continue
@@ -102,9 +111,8 @@ def plan(
             options = table.options(row, scale)
             data = options.get("data", "")
             missing = data if available is not None and not available(data) else ""
-            for seed in range(count):
-                folder = _folder(out, row, seed, _digest(json.dumps([row.measure, options], sort_keys=True)))
-                runs.append(TableRun(row, scale, seed, folder, options=options, missing=missing, root=root))
+            more: dict[str, Any] = {"options": options, "missing": missing, "root": root}
+            runs += [TableRun(row, scale, seed, out, **more) for seed in range(count)]
             continue
         name = table.recipe_of(row)
         assert name is not None
@@ -113,41 +121,14 @@ def plan(
         wanted, words, missing = recipe.data.spec, "", ""
         if available is not None and not available(wanted):
             if scale == "smoke":
-                used = available.stand_in(wanted)
+                used = next(filter(available, STAND_INS[wanted]))
                 recipe, words = load_recipe(name, [*changes, f"data.spec={used}"]), NAMES.get(used, used)
             else:
                 missing = wanted
-        first = recipe.train.seed
-        for seed in range(first, first + count):
-            own = seeded(recipe, seed)
-            folder = _folder(out, row, seed, _digest_of(own))
-            after = table.after_options(scale)
-            runs.append(TableRun(row, scale, seed, folder, own, after=after, data=words, missing=missing))
+        more = {"after": table.after_options(scale), "data": words, "missing": missing}
+        seeds_of_row = range(recipe.train.seed, recipe.train.seed + count)
+        runs += [TableRun(row, scale, seed, out, seeded(recipe, seed), **more) for seed in seeds_of_row]
     return runs
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-_DIGESTS: dict[str, str] = {}  # by recipe as JSON, which is written a hundred times faster than YAML
-
-
-def _digest_of(recipe: Recipe) -> str:
-    key = recipe.model_dump_json()
-    if key not in _DIGESTS:
-        _DIGESTS[key] = _digest(to_yaml(recipe))
-    return _DIGESTS[key]
-
-
-def _folder(out: Path, row: Row, seed: int, digest: str) -> Path:
-    """The run's folder in this table, or the one in which another table has finished the same run."""
-    own = out / f"{slug(row.label)}-seed{seed}-{digest}"
-    if not own.exists():
-        for other in sorted(out.parent.glob(f"*/*-seed{seed}-{digest}")):
-            if (other / RECORD).is_file():
-                return other
-    return own
 
 
 def slug(label: str) -> str:
@@ -210,10 +191,12 @@ def _start_worker() -> None:
 
 def make_run(run: TableRun, display: Display | None = None) -> None:
     """Make one run, resuming from its last checkpoint, then take the measurements that follow it."""
+    if run.done:  # meanwhile, by an equal row
+        return
     if run.row.measure:
         start = time.perf_counter()
         place = {"root": run.root} if "data" in run.options else {}
-        figures = measures.find(run.row.measure)(seed=run.seed, **place, **run.options)
+        figures = measures.MEASURES[run.row.measure](seed=run.seed, **place, **run.options)
         seconds = time.perf_counter() - start
         made = measurement_record(run.row.label, run.row.measure, run.options, run.seed, figures, seconds)
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -227,10 +210,10 @@ def make_run(run: TableRun, display: Display | None = None) -> None:
         record = read_record(run.folder)
         if name not in record.after:
             if measure in measures.OF_FOLDER:
-                figures = measures.find(measure, measures.OF_FOLDER)(run.folder, **options)
+                figures = measures.OF_FOLDER[measure](run.folder, **options)
             else:
                 network, data = modules.load(run.folder / pipeline.NETWORK), load_data(run.recipe)
-                figures = measures.find(measure, measures.AFTER)(network, data, seed=run.seed, **options)
+                figures = measures.AFTER[measure](network, data, seed=run.seed, **options)
             further = {"further": {**record.further, **figures}, "after": {**record.after, name: dict(options)}}
             write_record(record.model_copy(update=further), run.folder / RECORD)
 
@@ -273,6 +256,17 @@ def measurement_record(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TableRecord:
+    """A record of one run of a row."""
+
+    scale: Scale  # at which it was made
+    seed: int
+    record: AnyRecord | MeasurementRecord
+    data: str = ""  # substitute for the paper's data, in words; empty for the paper's
+    current: bool = True  # whether its recipe is the row's present one
+
+
 def figures(record: AnyRecord | MeasurementRecord) -> dict[str, float]:
     """Every figure of a record by name, including further measurements, what training saw, and the network's size."""
     parameters = getattr(record, "parameters", None)
@@ -288,8 +282,18 @@ def slow(row: Row, record: AnyRecord | MeasurementRecord) -> bool:
     return bool(seen and row.samples and seen.samples < 0.9 * row.samples)
 
 
-def interval(record: AnyRecord | MeasurementRecord, name: str) -> tuple[float, float] | None:
-    """The 95 % interval (Clopper-Pearson) of a fraction of test samples; None for other figures."""
+def by_figure(found: Sequence[TableRecord]) -> dict[str, list[float]]:
+    """Name of a figure -> its values in the records that have it."""
+    values: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in figures(one.record).items():
+            values.setdefault(name, []).append(value)
+    return values
+
+
+def interval(found: Sequence[TableRecord], name: str) -> tuple[float, float] | None:
+    """The 95 % interval (Clopper-Pearson) of a fraction of test samples in a single run; None for other figures."""
+    record = found[0].record if len(found) == 1 else None
     if not isinstance(record, Record):
         return None
     if name in record.shares():
@@ -312,17 +316,6 @@ _INCIDENTAL = {
     *("name", "description", "data.root", "certify.batch_size"),
     *(f"train.{key}" for key in (*PLACEMENT, "seed", "evaluate_every", "evaluate_samples")),
 }
-
-
-@dataclass(frozen=True)
-class TableRecord:
-    """A record of one run of a row."""
-
-    scale: Scale  # at which it was made
-    seed: int
-    record: AnyRecord | MeasurementRecord
-    data: str = ""  # substitute for the paper's data, in words; empty for the paper's
-    current: bool = True  # whether its recipe is the row's present one
 
 
 def keep(runs: Sequence[TableRun], folder: Path) -> list[Path]:
@@ -376,8 +369,7 @@ def kept(table: Table, folder: Path, scale: Scale | None = None) -> dict[str, li
     """
     found: dict[str, list[TableRecord]] = {row.label: [] for row in table.rows}
     scales = SCALES if scale is None else (scale,)
-    out = Path("runs") / folder.name
-    runs = [run for each in scales for run in plan(table, out, scale=each)] if folder.is_dir() else []
+    runs = [run for each in scales for run in plan(table, scale=each)] if folder.is_dir() else []
     for row in table.rows:
         for wanted in scales:
             paths = sorted((folder / slug(row.label)).glob(f"{wanted}-seed*.json"), key=_seed)
@@ -434,30 +426,24 @@ def compare(table: Table, row: Row, found: Sequence[TableRecord], also: Sequence
     ``also`` names the figures in further columns. If there is one run, and the figure is a fraction of test images,
     its 95 % interval takes the place of the deviation.
     """
-    measured = [figures(one.record) for one in found]
-    names = dict(table.columns) or {name: name for name in (measured[0] if measured else {"": 0})}
+    measured = by_figure(found)
+    means = {name: statistics.fmean(values) for name, values in measured.items()}
+    names = dict(table.columns) or {name: name for name in measured or [""]}
     published = table.published(row)
     marks = [("" if one.current else "*") + (", slow machine" if slow(row, one.record) else "") for one in found]
     scale = ", ".join(dict.fromkeys(one.scale + mark for one, mark in zip(found, marks, strict=True)))
-
-    def values_of(name: str) -> list[float]:
-        return [metrics[name] for metrics in measured if name in metrics]
-
-    def mean_of(name: str) -> float | None:
-        return statistics.fmean(values) if (values := values_of(name)) else None
-
     lines = []
     for column, name in names.items():
-        values, mean, paper = values_of(name), mean_of(name), published.get(column)
+        values, mean, paper = measured.get(name, []), means.get(name), published.get(column)
         deviation = statistics.stdev(values) if len(values) > 1 else None
         difference = None if mean is None or paper is None else mean - paper
-        ends = interval(found[0].record, name) if len(values) == 1 and len(found) == 1 else None
+        ends = interval(found, name)
         spread = f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f} %" if ends else shown(name, deviation)
         ours = NOT_MADE if not found else shown(name, mean) or "n/a"
         lines.append(
             [
                 row.label, column, scale, str(len(values)) if found else "", shown(name, paper), ours,
-                spread, shown(name, difference, sign=True), *(shown(other, mean_of(other)) for other in also),
+                spread, shown(name, difference, sign=True), *(shown(other, means.get(other)) for other in also),
             ]
         )  # fmt: skip
     return lines

@@ -1,7 +1,8 @@
 """The published tables that ``python -m papers`` repeats, read from ``papers/published``, one file for each paper."""
 
+import functools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -12,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lipkit import data as datasets
 from lipkit.data import Data, Split
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError, OptionError, check_choice
+from papers.measures import AFTER, MEASURES, OF_FOLDER
 
 Scale = Literal["full", "budget", "smoke"]
 SCALES: tuple[Scale, ...] = ("full", "budget", "smoke")
@@ -81,7 +83,7 @@ class Picture(_Section):
     y_labels: Mapping[str, str] = Field(default_factory=dict, description="figure -> label in place of its name")
     beside: Mapping[str, tuple[Reference, ...]] = Field(
         default_factory=dict,
-        description="figure in y -> published figures drawn in its panel; slopes only on linear axes",
+        description="figure in y -> published figures drawn in its panel, lines only on linear axes",
     )
     log_x: bool = Field(default=False, description="whether x is on a logarithmic axis")
     log_y: bool = Field(default=False, description="whether y is on a logarithmic axis")
@@ -115,9 +117,13 @@ class Table(_Section):
             ways = [row.measure is not None, row.absent is not None]
             if sum(ways) > 1 or (not any(ways) and self.recipe_of(row) is None):
                 raise ValueError(f"row {row.label!r}: expected one of recipe, measure and absent")
+            if row.measure is not None:
+                check_choice("measure", row.measure, MEASURES)
             for given in (row.published, row.deviations):
                 if given and len(given) != len(self.columns):
                     raise ValueError(f"row {row.label!r}: expected {len(self.columns)} published figures, got {given}")
+        for one in self.after.values():
+            check_choice("measure", one.measure, {**AFTER, **OF_FOLDER})
         return self
 
     def recipe_of(self, row: Row) -> str | None:
@@ -230,10 +236,7 @@ TABLES: dict[str, Table] = {
 DIGITS = "papers.tables:enlarged_digits"
 # Data set -> substitutes with as many channels, in order of preference.
 STAND_INS = {
-    "cifar100": ("cifar10", DIGITS),
-    "tiny_imagenet": ("cifar10", DIGITS),
-    "stl10": ("cifar10", DIGITS),
-    "imagenet": ("cifar10", DIGITS),
+    **dict.fromkeys(("cifar100", "tiny_imagenet", "stl10", "imagenet"), ("cifar10", DIGITS)),
     "cifar10": (DIGITS,),
     "mnist": ("digits",),
 }
@@ -256,29 +259,20 @@ def enlarged_digits() -> Data:
     return replace(data, train=enlarged(data.train), test=enlarged(data.test))
 
 
-class Available:
-    """Tells which data sets are at hand; tries to load each once.
+def available_in(root: Path | None) -> Callable[[str], bool]:
+    """A function that tells which data sets are at hand, and tries to load each once.
 
-    Args:
-        root: folder of the data sets; see `lipkit.data.data_root`.
+    The user's own data count as at hand: loading them reports the error. ``root`` is the folder of the data sets, see
+    `lipkit.data.data_root`.
     """
 
-    def __init__(self, root: Path | None) -> None:
-        self._root = root
-        self._known: dict[str, bool] = {}
-
-    def __call__(self, spec: str) -> bool:
-        """True if ``spec`` can be loaded. The user's own data count as available: loading them reports the error."""
-        if spec not in STAND_INS:
-            return True
-        if spec not in self._known:
+    @functools.cache
+    def at_hand(spec: str) -> bool:
+        if spec in STAND_INS:
             try:
-                datasets.load(spec, root=self._root, limit=1)
-                self._known[spec] = True
+                datasets.load(spec, root=root, limit=1)
             except (DataError, OptionError):
-                self._known[spec] = False
-        return self._known[spec]
+                return False
+        return True
 
-    def stand_in(self, spec: str) -> str:
-        """``spec`` if it is at hand, else its first substitute at hand."""
-        return next(name for name in (spec, *STAND_INS.get(spec, ())) if self(name))
+    return at_hand

@@ -1,6 +1,8 @@
 """Run times of layers, networks and matrix exponentials, as ratios, by the clocks of ``benchmarks.speed``.
 
-All are process times of one thread. The contenders take turns, each at least twice; a ratio is one of median times.
+All are process times of one thread. The contenders take turns, for ``seconds`` each and at least twice; a ratio is one
+of median times. A step of training is forward pass, cross-entropy, backward pass and Adam, on ``batch`` random images;
+its measurements give ``ratio``, and ``ms`` of one step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,19 +60,12 @@ def network_step(
     Args:
         model: name of the architecture, ``lipkit list models``.
         layer: acronym of the family, or ``plain_conv``: plain convolutions in front of Cayley's dense layers.
-        batch: images in a step: forward, cross-entropy, backward, Adam.
-        seconds: time spent on each of the two networks.
         options: of both networks.
-
-    Returns:
-        ``ratio``, and ``ms`` of one step.
     """
-    own = CIRCULAR if layer == "plain_conv" else {}
-
-    def contender(layer: str, **own: Any) -> Work:
-        return step(models.build(model, layer=layer, **own, **options), batch)
-
-    return compared(seed, lambda: (contender("plain", **CIRCULAR), contender(layer, **own)), seconds)
+    make, own = partial(models.build, model, **options), CIRCULAR if layer == "plain_conv" else {}
+    return compared(
+        seed, lambda: (step(make(layer="plain", **CIRCULAR), batch), step(make(layer=layer, **own), batch)), seconds
+    )
 
 
 def recipe_step(
@@ -85,14 +80,14 @@ def recipe_step(
     batch: int | None = None,
     seconds: float = 5.0,
 ) -> dict[str, float]:
-    """Time of a training step of a recipe's network, relative to another recipe's; see `network_step`.
+    """Time of a training step of a recipe's network, relative to another recipe's.
 
     Args:
         recipe, set: a packaged recipe and its changes.
         over: the other recipe.
         both: changes made to both recipes.
         side, classes: height and width of the random RGB images, and number of outputs.
-        batch, seconds: see `network_step`; None for the batch size of each recipe.
+        batch: None for the batch size of each recipe.
     """
     shape = (3, side, side)
 
@@ -114,18 +109,14 @@ def lipconvnet_step(
     batch: int = 128,
     seconds: float = 5.0,
 ) -> dict[str, float]:
-    """Time of a training step of a LipConvnet on 3 x 32 x 32 images, relative to another one; see `network_step`.
+    """Time of a training step of a LipConvnet on 3 x 32 x 32 images, relative to another one.
 
     Args:
         depth, width: of both networks.
         network, over: further options of `lipkit.models.lipconvnet`, for the two networks.
-        batch, seconds: see `network_step`.
     """
-
-    def contender(options: Mapping[str, Any]) -> Work:
-        return step(lipconvnet(depth, width=width, **options), batch)
-
-    return compared(seed, lambda: (contender(over), contender(network)), seconds)
+    make = partial(lipconvnet, depth, width=width)
+    return compared(seed, lambda: (step(make(**over), batch), step(make(**network), batch)), seconds)
 
 
 def layer_step(
@@ -146,8 +137,6 @@ def layer_step(
         family: acronym of the layer.
         vary: the quantity that varies: ``channels`` (cin and cout), ``cin``, ``cout``, ``side`` or ``kernel``.
         values: its values, one for each point of the curve.
-        batch: number of images.
-        seconds: time spent on each of the two layers at each point.
         cin, cout, side: of the layer, where they do not vary; the kernel is then 3.
 
     Returns:
@@ -178,8 +167,6 @@ def block_evaluation(
 
     Args:
         depth, width: of the network, whose block has depth / 5 convolutions on 6 x 6 pixels.
-        batch: number of images.
-        seconds: time spent on each contender.
 
     Returns:
         Three forms of the SOC block, relative to ECO's export, which takes ``ms``: ``convolutions``, the export with
@@ -222,7 +209,6 @@ def exponential(*, seed: int = 0, channels: int, seconds: float = 3.0) -> dict[s
     Args:
         seed: of the matrices: the skew part of normal ones, divided by a bound of its norm.
         channels: size of the matrices.
-        seconds: time spent on each of the two.
 
     Returns:
         ``ratio``, and ``ms`` of the polynomial.

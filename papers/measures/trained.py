@@ -12,8 +12,8 @@ from lipkit import data as datasets
 from lipkit import lowering, modules
 from lipkit import wasserstein as w1
 from lipkit.analysis import lipschitz_lower_bound
-from lipkit.attacks import ATTACKS, AttackResult, run_attack
-from lipkit.attacks.ascent import ball, clip, like, misclassified
+from lipkit.attacks import ATTACKS, run_attack
+from lipkit.attacks.ascent import ball, clip, misclassified
 from lipkit.bounds import spectral_norm
 from lipkit.certificates import format_radius
 from lipkit.data import Data
@@ -21,8 +21,8 @@ from lipkit.evaluation.attack import choose_samples
 from lipkit.experiments.recipe_schema import parse_numbers
 from lipkit.modules.storage import float64_copy
 from lipkit.report.run_files import read_series
-from papers.measures import ATTACKED
 
+ATTACKED = 1000  # default number of samples that `attack` attacks
 BATCH = 250  # samples that are attacked at once
 
 
@@ -59,20 +59,18 @@ def attack(
     for some, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
         clean, labels = some.to(device), labels.to(device)
         with torch.no_grad():
-            lost = misclassified(network(clean), labels)
-        found: AttackResult | None = None
-        for radius in radii:
-            # A minimum-norm attack runs once: its example counts at every radius that is at least its distance.
-            if found is None or not ATTACKS[name].minimum_norm:
-                found = run_attack(
-                    name, network, clean, labels, eps=None if ATTACKS[name].minimum_norm else radius, norm=norm,
-                    steps=steps, restarts=restarts, box=data.input_range,
-                    generator=torch.Generator().manual_seed(seed),
-                )  # fmt: skip
+            wrong = misclassified(network(clean), labels)
+        reach = torch.where(wrong, 0.0, math.inf)  # distance of the closest example
+        for radius in [None] if ATTACKS[name].minimum_norm else radii:
+            points = run_attack(
+                name, network, clean, labels, eps=radius, norm=norm, steps=steps, restarts=restarts,
+                box=data.input_range, generator=torch.Generator().manual_seed(seed),
+            ).points  # fmt: skip
             with torch.no_grad():
-                wrong = misclassified(network(found.points), labels)
-            inside = ball(norm).distance(found.points, clean) <= radius
-            survived[radius] += int((~(lost | wrong & inside)).sum())
+                wrong = misclassified(network(points), labels)
+            reach = torch.where(wrong, torch.minimum(reach, ball(norm).distance(points, clean)), reach)
+        for radius in radii:
+            survived[radius] += int((reach > radius).sum())
     suffix = "_linf" if norm == "linf" else ""
     return {f"{name}{suffix}({format_radius(radius)})": count / len(x) for radius, count in survived.items()}
 
@@ -134,30 +132,26 @@ def secant_slopes(
     """
     (radius,) = parse_numbers(eps)
     generator = torch.Generator().manual_seed(seed)
-    box = data.input_range
+    box, space = data.input_range, ball("l2")
     x = drawn(data, samples, seed)[0].double()
     f = float64_copy(network)
     slopes = []
     for part in x.split(batch_size):
         here = f(part).flatten(1)
         start = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-        y, best = clip(part + 0.5 * radius * _unit(start), box), torch.zeros(len(part), dtype=torch.float64)
+        y = clip(part + 0.5 * radius * space.direction(start, generator), box)
+        best, around = (torch.full((len(part),), value, dtype=torch.float64) for value in (0.0, radius))
         for step in range(steps + 1):
             y = y.detach().requires_grad_()
             slope = (f(y).flatten(1) - here).norm(dim=1) / (y - part).flatten(1).norm(dim=1).clamp_min(1e-12)
             best = torch.maximum(best, slope.detach())
             if step < steps:
                 (gradient,) = torch.autograd.grad(slope.sum(), y)
-                d = y.detach() + radius / 4 * _unit(gradient) - part
-                size = d.flatten(1).norm(dim=1).clamp_min(radius)
-                y = clip(part + d * like(radius / size, d), box)
+                ahead = y.detach() + radius / 4 * space.direction(gradient, generator)
+                y = space.project(ahead, part, around, box)
         slopes.append(best)
     largest = torch.stack([part.amax() for part in slopes])
     return {"emp_lip": float(torch.cat(slopes).mean()), "emp_lip_batch": float(largest.mean())}
-
-
-def _unit(d: Tensor) -> Tensor:
-    return d / like(d.flatten(1).norm(dim=1).clamp_min(1e-30), d)
 
 
 def jacobian_norms(

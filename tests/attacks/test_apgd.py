@@ -59,6 +59,29 @@ def test_linear_models_fall_exactly_beyond_the_distance_to_their_boundary(attack
 
 
 @pytest.mark.thorough
+def test_an_untargeted_start_may_come_before_the_targeted_ones() -> None:
+    layer, x = linear(), points(40, 5)
+    y = layer(x).argmax(dim=1)
+    eps, steps, calls = 1.01 * boundary_distance(layer, x, y) + 1e-6, 2, []
+
+    def run(**more: object) -> Tensor:
+        calls.append(0)
+
+        def model(inputs: Tensor) -> Tensor:
+            calls[-1] += 1
+            return layer(inputs)
+
+        return apgd(model, x, y, eps=eps, steps=steps, box=None, stop_early=False, **more)  # type: ignore[arg-type]
+
+    assert torch.equal(run(), run(targeted=None, restarts=1))
+    first, every = (misclassified(layer(found), y) for found in (run(), run(targeted=None)))
+    assert every[first].all()
+    run(targeted=None, restarts=3)
+    # The logits once, then each start; four classes have three rivals.
+    assert calls == [1 + starts * (steps + 1) for starts in (1, 1, 1, 1 + 3, 3)]
+
+
+@pytest.mark.thorough
 def test_cross_entropy_alone_overstates_robustness_even_of_a_linear_model() -> None:
     layer = linear(1e4)
     x = points(40, 5)

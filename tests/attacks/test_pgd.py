@@ -354,6 +354,8 @@ def test_a_sample_without_gradient_moves_at_random() -> None:
     ("change", "error", "message"),
     [
         ({"steps": 0}, OptionError, "steps: expected an integer of at least 1, got 0"),
+        ({"eps": None}, OptionError, "eps: expected one number or 3 of them, got NoneType"),
+        ({"eps": "a"}, OptionError, "eps: expected one number or 3 of them, got str"),
         ({"steps": []}, OptionError, "steps: expected an integer of at least 1, got 0"),
         ({"steps": [0.2, 0.0]}, OptionError, "lengths > 0 .fractions of eps., got the length 0.0"),
         ({"steps": [-1.0]}, OptionError, "got the length -1.0"),

@@ -69,7 +69,7 @@ def test_scenes_are_segmented_with_a_bound_below_the_attack() -> None:
     x, y = program.scenes(lipkit.data.load("digits").test, 4, 0)
     assert x.shape == (4, 3, 16, 16)
     assert 0.2 < float(y.double().mean()) < 0.6
-    network = program.trained((x, y), 20, 0.05, 48)
+    network = program.trained((x, y), 20)
     found = dense(network, x, y, 0.2)
     left = program.attacked(lipkit.modules.storage.float64_copy(network), x.double(), y, 0.2, 5)
     assert bool((left >= found.worst).all())

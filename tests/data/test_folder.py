@@ -239,7 +239,7 @@ def test_images_of_any_size(tmp_path):
 
 @pytest.mark.parametrize("spec", ["images:0:{}", "images:5000:{}"])
 def test_a_size_out_of_range(tmp_path, spec):
-    with pytest.raises(OptionError, match="size of images from 1 to 4096"):
+    with pytest.raises(OptionError, match="size of images: expected an integer from 1 to 4096"):
         load(spec.format(tmp_path))
 
 

@@ -192,3 +192,10 @@ def test_without_radii_samples_are_attacked_at_their_own(name: str) -> None:
         attack_samples(net, certificate, data.x, data.y.flip(0), attack(name))
     with pytest.raises(OptionError, match="the 24 samples that were certified, in this order, got 9"):
         attack_samples(net, certificate, data.x[:9], data.y[:9], attack(name))
+
+
+def test_a_minimum_norm_attack_needs_no_radii_in_linf_either() -> None:
+    net, data = network(), split()
+    found = attack_samples(net, certify(net, data.x, data.y), data.x, data.y, attack("fab", "linf", ()))
+    assert (found.rows, found.ran) == ((), ("FAB",))
+    assert len(found.examples) > 10

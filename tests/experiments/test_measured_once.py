@@ -260,12 +260,13 @@ def test_attacks_never_replace_what_another_found(run: Path) -> None:
 
 def test_kept_records_of_another_run_stay(run: Path, tmp_path: Path) -> None:
     row = next(iter(TABLES.values())).rows[0]
-    made = TableRun(row, "budget", 0, run)
+    made = TableRun(row, "budget", 0, tmp_path / "runs" / "table")
+    shutil.copytree(run, made.folder)
     paths = table_records.keep([made], tmp_path / "kept")
     assert table_records.keep([made], tmp_path / "kept") == paths  # the same run again
     content = paths[0].read_bytes()
     record = json.loads((run / "record.json").read_text())
-    (run / "record.json").write_text(json.dumps(record | {"created": "2030-01-01T00:00:00+00:00"}))
+    (made.folder / "record.json").write_text(json.dumps(record | {"created": "2030-01-01T00:00:00+00:00"}))
     with pytest.raises(RunError, match="expected no record of another run at"):
         table_records.keep([made], tmp_path / "kept")
     assert paths[0].read_bytes() == content

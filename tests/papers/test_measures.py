@@ -29,7 +29,6 @@ from lipkit.data import Data, Split
 from lipkit.errors import OptionError
 from lipkit.evaluation.attack import Attack, attack_samples
 from lipkit.models import lbdn
-from papers import measures
 
 SHAPE = (1, 4, 4)
 
@@ -244,8 +243,3 @@ def test_times_have_a_figure_for_each_point() -> None:
     assert set(recipe_step(batch=2, seconds=0, **options)) == {"ratio", "ms"}
     with pytest.raises(OptionError, match="vary: expected channels, cin, cout, side, kernel, got 'width'"):
         layer_step(family="rko", vary="width", values=[1])
-
-
-@pytest.mark.parametrize("table", [measures.MEASURES, measures.AFTER, measures.OF_FOLDER])
-def test_every_measure_is_a_function_of_its_name(table: dict[str, str]) -> None:
-    assert [measures.find(name, table).__name__ for name in table] == list(table)

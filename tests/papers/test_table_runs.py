@@ -10,7 +10,7 @@ import pytest
 import torch
 from papers.__main__ import main
 from papers.table_runs import MeasurementRecord, TableRecord, compare, plan, read_any_record
-from papers.tables import DIGITS, After, Available, Row, Table
+from papers.tables import DIGITS, After, Row, Table, available_in
 from torch import nn
 
 from lipkit import modules
@@ -224,7 +224,7 @@ def test_where_data_are_missing_smoke_takes_others_and_full_says_so(monkeypatch,
     table = Table(source="P", description="d", columns={"clean": "clean"},
                   rows=(Row(label="a", recipe="cifar10_cayley"), Row(label="w", measure="wasserstein",
                         options={"family": "cayley", "data": "stl10"}, smoke_options={"data": "digits"})))  # fmt: skip
-    here = Available(tmp_path)  # an empty folder
+    here = available_in(tmp_path)  # an empty folder
     smoke = plan(table, tmp_path, scale="smoke", available=here)
     assert (smoke[0].recipe.data.spec, smoke[0].data) == (DIGITS, "digits enlarged to 3 x 32 x 32")
     assert not smoke[0].missing

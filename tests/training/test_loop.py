@@ -471,6 +471,7 @@ def test_precision_is_fabrics():
             "optimizer: expected 'adam', 'adamw', 'sgd', .*, got 'lbfgs'",
         ),
         ({"loss": "hing"}, OptionError, "expected loss as one of"),
+        ({"loss": 3}, OptionError, "loss: expected a name or a function, got 3"),
         ({"schedule": "no"}, OptionError, "expected schedule as one of"),
         ({"epoch": 3}, OptionError, "unknown option 'epoch', did you mean 'epochs'"),
         ({"colour": 3}, OptionError, "unknown option 'colour', expected one of epochs, "),

@@ -192,10 +192,10 @@ def test_refusals() -> None:
     w = nn.Parameter(torch.eye(2))
     for make, message in (
         (lambda: SpectralDescent([w], momentum=1.0), r"momentum: expected a number in \[0, 1\), got 1.0"),
-        (lambda: SpectralDescent([w], lr=-1.0), "lr: expected an angle of at least 0, got -1.0"),
-        (lambda: SpectralDescent([w], steps=0), "steps, every: expected at least 1, got 0, 2"),
+        (lambda: SpectralDescent([w], lr=-1.0), "lr: expected a finite number >= 0, got -1.0"),
+        (lambda: SpectralDescent([w], steps=0), "steps: expected an integer of at least 1, got 0"),
         (lambda: RiemannianAdam([w], betas=(0.9, 1.0)), "betas: expected two numbers"),
-        (lambda: RiemannianAdam([w], eps=0.0), "lr and eps: expected lr >= 0 and eps > 0"),
+        (lambda: RiemannianAdam([w], eps=0.0), "eps: expected a positive finite number, got 0.0"),
     ):
         with pytest.raises(OptionError, match=message):
             make()

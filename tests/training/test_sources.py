@@ -135,3 +135,16 @@ def test_refusals(train, message):
 def test_items_that_are_not_pairs_are_refused():
     with pytest.raises(DataError, match=r"expected items \(x, y\) from Single, got Tensor"):
         source(Single()).batch(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4), object()])
+def test_items_that_do_not_make_one_tensor_are_refused(other):
+    class Odd(Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return (torch.zeros(3), other)[index], 0
+
+    with pytest.raises(DataError, match=r"expected items \(x, y\) of one shape from Odd, got: "):
+        source(Odd()).batch(torch.tensor([0, 1]))

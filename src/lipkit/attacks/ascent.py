@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lipkit.errors import OptionError, ShapeError, check_choice, check_labels, interval
+from lipkit.errors import OptionError, ShapeError, check_choice, check_labels, interval, rewording
 from lipkit.linalg.matrices import check_positive
 
 Model = Callable[[Tensor], Tensor]
@@ -94,7 +94,10 @@ def check_inputs(x: Tensor, y: Tensor, eps: float | Tensor, steps: int, restarts
     if box is None and not bool(x.isfinite().all()):
         raise OptionError("expected finite inputs, got NaN or infinity")
     wide = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
-    radius = torch.as_tensor(eps, dtype=wide, device=x.device)
+    with rewording(
+        OptionError, f"eps: expected one number or {len(x)} of them, got {type(eps).__name__}: ", TypeError, ValueError
+    ):
+        radius = torch.as_tensor(eps, dtype=wide, device=x.device)
     if radius.ndim and radius.shape != (len(x),):
         raise ShapeError(f"expected one eps or {len(x)} of them, got shape {tuple(radius.shape)}")
     if not bool(((radius >= 0) & radius.isfinite()).all()):

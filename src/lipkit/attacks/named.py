@@ -14,7 +14,7 @@ from lipkit.attacks.ascent import Box, Model, ball, check_inputs, like
 from lipkit.attacks.autoattack import autoattack
 from lipkit.attacks.losses import first_logits
 from lipkit.attacks.minimum_norm import carlini_wagner, fab
-from lipkit.attacks.pgd import apgd_then_targeted, pgd
+from lipkit.attacks.pgd import apgd, pgd
 from lipkit.errors import OptionError, check_choice
 
 
@@ -45,7 +45,7 @@ class Named:
 
 ATTACKS = {
     "pgd": Named(pgd, "PGD, margin loss"),
-    "apgd": Named(apgd_then_targeted, "APGD, margin loss"),
+    "apgd": Named(partial(apgd, targeted=None), "APGD, margin loss"),
     "fab": Named(fab, "FAB"),
     "cw": Named(carlini_wagner, "Carlini-Wagner"),
     "autoattack": Named(autoattack, "AutoAttack standard", package="pyautoattack"),

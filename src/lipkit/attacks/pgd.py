@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipkit.attacks.ascent import Ball, Best, Box, Model, ball, check_inputs, like, misclassified, seeded
+from lipkit.attacks.ascent import Ball, Best, Box, Model, ball, check_inputs, like, seeded
 from lipkit.attacks.losses import check_loss, first_logits, rivals, value_and_gradient
 from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.matrices import check_integer
@@ -136,7 +136,7 @@ def apgd(
     eps: float | Tensor,
     norm: str = "l2",
     loss: str = "margin",
-    targeted: bool = False,
+    targeted: bool | None = False,
     steps: int = 100,
     restarts: int | None = None,
     box: Box = (0.0, 1.0),
@@ -153,7 +153,8 @@ def apgd(
     loss rose in fewer than 3/4 of the steps, or if neither step nor best loss changed since the last checkpoint.
 
     The first start is the sample itself, each further one a random point of the ball. With ``targeted`` each start
-    raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on.
+    raises the loss towards one class: the first start towards the largest wrong logit at the sample, and so on. With
+    ``targeted=None`` an untargeted start comes before them.
 
     **Guarantee.** Every returned point is within ``eps``, measured in float64 on the returned numbers, and in ``box``.
     Not finding an adversarial example proves nothing. Of several points the one with the largest margin loss is kept.
@@ -163,9 +164,10 @@ def apgd(
     Args:
         model, x, y, eps, norm, box, generator, stop_early: as in `lipkit.attacks.pgd`, which names the errors.
         loss: ``"margin"``, ``"dlr"`` (3 classes; 4 if targeted) or ``"ce"``, see `lipkit.attacks.losses`.
-        targeted: whether each start aims at one wrong class.
+        targeted: whether each start aims at one wrong class; None for all but the first.
         steps: gradient steps of each start.
-        restarts: number of starts; None is 1, or with ``targeted`` one for each of the 9 largest wrong logits.
+        restarts: number of starts; None is the untargeted one, if there is one, and one for each of the 9 largest wrong
+            logits, if starts have targets.
 
     Raises:
         OptionError, ShapeError: see `lipkit.attacks.pgd`.
@@ -184,45 +186,23 @@ def apgd(
     if not len(x):
         return x.detach().clone()
     logits = first_logits(model, x, y)
-    check_loss(loss, logits.shape[1], targeted=targeted)
+    check_loss(loss, logits.shape[1], targeted=targeted is not False)
     best = Best(x, y)
     best.improve(best.left(False), x.detach(), logits)
     order = rivals(logits, y)
-    for start in range(restarts or (min(9, order.shape[1]) if targeted else 1)):
+    most = min(9, order.shape[1])
+    # For each start the rank of the rival that it aims at; None for no target.
+    ranks: list[int | None] = [*range(restarts or most)] if targeted else [None] * (restarts or 1)
+    if targeted is None:
+        ranks = [None, *range(restarts - 1 if restarts else most)]
+    for start, rank in enumerate(ranks):
         index = best.left(stop_early)
         if not len(index):
             break
-        target = order[index, start % order.shape[1]] if targeted else None
-        climb(space, model, best, index, radius[index], start > 0, target, loss, steps, box, generator, stop_early)
+        target = None if rank is None else order[index, rank % order.shape[1]]
+        random = (start if rank is None else rank) > 0  # the first start of each kind is the sample
+        climb(space, model, best, index, radius[index], random, target, loss, steps, box, generator, stop_early)
     return best.points
-
-
-def apgd_then_targeted(
-    model: Model,
-    x: Tensor,
-    y: Tensor,
-    *,
-    eps: float | Tensor,
-    norm: str = "l2",
-    steps: int = 100,
-    restarts: int | None = None,
-    box: Box = (0.0, 1.0),
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One start of `apgd` on the margin loss, then ``restarts - 1`` targeted starts for the samples that survive it.
-
-    ``restarts=None`` runs one targeted start for each of the 9 largest wrong logits.
-    """
-    radius = check_inputs(x, y, eps, steps, 1 if restarts is None else restarts, box)
-    common: dict[str, Any] = {"norm": norm, "steps": steps, "box": box, "generator": generator}
-    points = apgd(model, x, y, eps=eps, restarts=1, **common)
-    if restarts != 1 and len(x):
-        with torch.no_grad():
-            left = (~misclassified(model(points), y)).nonzero()[:, 0]
-        if len(left):
-            more = None if restarts is None else restarts - 1
-            points[left] = apgd(model, x[left], y[left], eps=radius[left], targeted=True, restarts=more, **common)
-    return points
 
 
 def _keep(state: SimpleNamespace, rows: Tensor) -> None:

@@ -10,8 +10,9 @@ import torch
 from lipkit.data.images import ImageFiles, decode
 from lipkit.data.reading import file_size, reading
 from lipkit.data.split import Data, Split
-from lipkit.errors import DataError, OptionError
+from lipkit.errors import DataError
 from lipkit.files import read_text
+from lipkit.linalg.matrices import check_integer
 
 LAYOUT = "the layout is train/CLASS/* and test/CLASS/* or val/CLASS/*"
 MAX_SIDE = 4096
@@ -37,8 +38,7 @@ def load_images(path: Path, size: int, *, name: str | None = None, layout: str =
     The short side is resized to 256/224 times `size` (1 to MAX_SIDE), then the central square is cut out. Grey, CMYK
     and transparent images become RGB. `layout` ends the message about a missing folder.
     """
-    if not 1 <= size <= MAX_SIDE:
-        raise OptionError(f"expected a size of images from 1 to {MAX_SIDE}, got {size}")
+    check_integer("size of images", size, 1, MAX_SIDE)
     train, test, classes = find_images(path, layout)
     return _data(name or f"images:{size}:{path}", train, test, classes, (3, size, size), fit=True, convert=True)
 

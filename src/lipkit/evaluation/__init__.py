@@ -7,7 +7,6 @@ from lipkit.evaluation.attack import (
     CrossCheck,
     Examples,
     attack_samples,
-    check_accuracy,
     check_examples,
     choose_samples,
 )
@@ -17,7 +16,7 @@ from lipkit.evaluation.regression import RegressionEvaluation, evaluate_regressi
 
 __all__ = ["EPS", "ClassRow", "Evaluation", "RegressionEvaluation", "evaluate", "evaluate_regression", "per_class"]
 __all__ += ["Attack", "Attacked", "Attempt", "CrossCheck", "Examples"]  # attacks against certificates
-__all__ += ["attack_samples", "check_accuracy", "check_examples", "choose_samples"]
+__all__ += ["attack_samples", "check_examples", "choose_samples"]
 __all__ += ["Latency", "latency"]
 
 __dir__ = __all__.copy

@@ -45,32 +45,14 @@ def check_examples(certificate: Certificate, index: Tensor, distance: Tensor, nu
     inside = distance < radius
     if bool(inside.any()):
         worst = int(ratio.argmin())
-        found = f"{float(distance[worst]):.9g}"
-        remark = f"{int(inside.sum())} such examples; Lipschitz bound used: {certificate.constant:.9g}"
-        raise _violation(certificate, int(index[worst]), numbers, found, remark)
+        sample = int(index[worst])
+        name, proved = sample if numbers is None else int(numbers[sample]), float(certificate.radius[sample])
+        raise CertificateViolation(
+            f"sample {name}: expected no adversarial example within its certified radius {proved:.9g}, got one at l2 "
+            f"norm {float(distance[worst]):.9g} ({int(inside.sum())} such examples; Lipschitz bound used: "
+            f"{certificate.constant:.9g})"
+        )
     return float(ratio.min()) if len(ratio) else math.inf
-
-
-def check_accuracy(
-    certificate: Certificate, chosen: Tensor, survived: Tensor, eps: float, numbers: Tensor | None = None
-) -> None:
-    """Raise `CertificateViolation` if a sample certified at ``eps`` did not survive an attack with that l2 radius.
-
-    ``chosen`` (M,) are the indices of the attacked samples; ``survived`` (N,) tells which are still correct;
-    ``numbers`` (N,) name the samples in the message, as in `check_examples`.
-    """
-    broken = chosen[(certificate.certified(eps) & ~survived)[chosen]]
-    if len(broken):
-        raise _violation(certificate, int(broken[0]), numbers, f"at most {eps:.9g}", f"{len(broken)} such samples")
-
-
-def _violation(
-    certificate: Certificate, sample: int, numbers: Tensor | None, distance: str, remark: str
-) -> CertificateViolation:
-    return CertificateViolation(
-        f"sample {sample if numbers is None else int(numbers[sample])}: expected no adversarial example within its "
-        f"certified radius {float(certificate.radius[sample]):.9g}, got one at l2 norm {distance} ({remark})"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +82,7 @@ class Attack:
     def __post_init__(self) -> None:
         if self.samples is not None:
             check_integer("samples", self.samples, 0)
+        check_integer("seed", self.seed, -(2**63), 2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +173,12 @@ def attack_samples(
     fast = copy.deepcopy(network).to(device=device, dtype=torch.float32)
     generator = torch.Generator().manual_seed(attack.seed)
     chosen = choose_samples(len(x), attack.samples, attack.seed)
-    # Small radii first; False for wrong predictions, too.
-    survived = {eps: torch.zeros(len(x), dtype=torch.bool) for eps in sorted(radii)}
+    # How far each sample was moved until it fell, in the norm of the attack; 0 if it is wrong already.
+    reach = torch.full((len(x),), math.inf, dtype=torch.float64).masked_fill(~certificate.correct, 0.0)
+    # The closest example of each sample that has one, and its l2 distance.
+    nearest: dict[int, Tensor] = {}
+    size = torch.full((len(x),), math.inf, dtype=torch.float64)
     compared, closest = 0, math.inf
-    nothing = x[:0].cpu().double()
-    parts = [_examples(exact, numbers[:0], nothing, nothing, torch.zeros(0, dtype=torch.bool))]
     ran: dict[str, None] = {}
     for batch, index in enumerate(chosen.split(batch_size)):
         if progress is not None and batch:
@@ -203,62 +187,56 @@ def attack_samples(
         if not len(index):
             continue
         clean, labels = x[index].cpu(), y[index].cpu()
-        reached: list[float | Tensor] = [*survived]
-        if attack.norm == "l2" and not (minimum_norm and survived):
+        searches: list[float | Tensor | None] = [None] if minimum_norm else [*sorted(radii)]
+        if attack.norm == "l2" and not minimum_norm:
             own = certificate.radius[index]
             # An infinite radius cannot be attacked.
-            reached.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))
-        alive = torch.ones(len(index), dtype=torch.bool)
-        near = clean.double().clone()
-        size = torch.full((len(index),), math.inf, dtype=torch.float64)
-        nearest: Tensor | None = None
-        for eps in reached:
-            # A sample that fell at a smaller radius is not attacked again; at their own radii all are attacked.
-            active = torch.arange(len(index)) if isinstance(eps, Tensor) else alive.nonzero()[:, 0]
+            searches.append(torch.where(own.isfinite(), own, max(radii, default=0.0)))
+        for eps in searches:
+            # A sample that fell within eps is not attacked there again; at their own radii all are attacked.
+            left = reach[index] > eps if isinstance(eps, float) else torch.ones(len(index), dtype=torch.bool)
+            active = left.nonzero()[:, 0]
             if not len(active):  # torch's PixelUnshuffle fails on empty batches
                 continue
-            fresh = nearest is None
-            if nearest is None:
-                # AutoAttack knows one radius for all samples.
-                one_radius = ATTACKS[attack.name].package == "pyautoattack"
-                name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
-                found = run_attack(
-                    name, fast, clean[active].to(device, torch.float32), labels[active].to(device), norm=attack.norm,
-                    box=box, steps=attack.steps, restarts=attack.restarts, generator=generator,
-                    eps=None if minimum_norm else eps,
-                )  # fmt: skip
-                points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
-                ran[found.ran] = None
-                nearest = points if minimum_norm else None  # serves all radii
-            else:
-                points = nearest[active]
+            # AutoAttack knows one radius for all samples.
+            one_radius = ATTACKS[attack.name].package == "pyautoattack"
+            name = "apgd" if one_radius and isinstance(eps, Tensor) else attack.name
+            found = run_attack(
+                name, fast, clean[active].to(device, torch.float32), labels[active].to(device), norm=attack.norm,
+                box=box, steps=attack.steps, restarts=attack.restarts, generator=generator, eps=eps,
+            )  # fmt: skip
+            ran[found.ran] = None
+            points = _confirmed(exact, clean[active], found.points.cpu(), labels[active], box)
             with torch.no_grad():  # the float64 network decides: it is the one that was certified
                 wrong = misclassified(exact(points), labels[active])
-            if not isinstance(eps, Tensor):
-                lost = wrong & (space.distance(points, clean[active].double()) <= eps)
-                alive[active[lost]] = False
-                survived[eps][index] = alive
-            if fresh and bool(wrong.any()):
-                fallen = active[wrong]
-                start, end = clean[fallen].double(), points[wrong]
-                example = shrink(exact, start, end, labels[fallen])
-                distance = norms(example, start)
-                closest = min(closest, check_examples(certificate, index[fallen], distance, numbers))
-                compared += len(fallen)
-                closer = distance < size[fallen]
-                near[fallen[closer]], size[fallen[closer]] = example[closer], distance[closer]
-        parts.append(_examples(exact, numbers[index], clean.double(), near, size.isfinite()))
+            fallen, end = active[wrong], points[wrong]
+            if not len(fallen):
+                continue
+            at, start = index[fallen], clean[fallen].double()
+            reach[at] = torch.minimum(reach[at], space.distance(end, start))
+            example = shrink(exact, start, end, labels[fallen])
+            distance = norms(example, start)
+            closest = min(closest, check_examples(certificate, at, distance, numbers))
+            compared += len(at)
+            closer = distance < size[at]
+            size[at[closer]] = distance[closer]
+            nearest.update(zip(at[closer].tolist(), example[closer], strict=True))
     rows = []
     for eps in radii:
         # The l2 radius of the ball around a cube of half side eps, rounded up.
-        reach = eps if attack.norm == "l2" else product(root(x[0].numel()), eps)
-        certified = certificate.certified(reach)
-        check_accuracy(certificate, chosen, survived[eps], reach, numbers)
-        rows.append(Attacked(eps, share(survived[eps][chosen], confidence), share(certified[chosen], confidence)))
+        sphere = eps if attack.norm == "l2" else product(root(x[0].numel()), eps)
+        # A sample certified there has survived: `check_examples` saw every example that was found.
+        survived, certified = (reach > eps)[chosen], certificate.certified(sphere)[chosen]
+        rows.append(Attacked(eps, share(survived, confidence), share(certified, confidence)))
+    index = torch.tensor(sorted(nearest), dtype=torch.int64)
+    points = torch.stack([nearest[i] for i in index.tolist()]) if nearest else x[:0].cpu().double()
+    with torch.no_grad():
+        prediction = torch.cat([exact(part).argmax(dim=1) for part in points.split(batch_size)]) if nearest else index
+    change = (points - x[index].cpu().double()).flatten(1)
     return Attempt(
         rows=tuple(rows),
         cross_check=CrossCheck(compared, closest),
-        examples=Examples(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True))),
+        examples=Examples(numbers[index], points, size[index], change.abs().amax(dim=1), prediction),
         clean=share(certificate.correct[chosen], confidence),
         ran=tuple(ran),
     )
@@ -290,11 +268,3 @@ def _confirmed(exact: modules.Network, clean: Tensor, points: Tensor, labels: Te
         ahead = clip(clean + (points - clean) * (1 + further), box)
         result = torch.where(like(right, ahead), ahead, result)
     return result
-
-
-def _examples(exact: modules.Network, index: Tensor, clean: Tensor, near: Tensor, found: Tensor) -> Examples:
-    clean, near = clean[found], near[found]
-    with torch.no_grad():
-        prediction = exact(near).argmax(dim=1) if len(near) else index[found]
-    distance = (near - clean).flatten(1)
-    return Examples(index[found], near, norms(near, clean), distance.abs().amax(dim=1), prediction)

@@ -190,7 +190,7 @@ def train(session: Session) -> Run:
                 if last:
                     break
                 due = clock.due() if read else ""  # equal in all processes, which read at the same steps
-                if due == "stop" or (due and session.folder is not None):
+                if due:
                     session.save()
                 if due == "stop":
                     break

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError, ShapeError, finite
 from lipkit.layers.stiefel import OnManifold
+from lipkit.linalg.matrices import check_positive
 from lipkit.linalg.stiefel import retract, spectral_step, tangent
 from lipkit.training.options import Numbers
 
@@ -87,10 +88,8 @@ class SpectralDescent(_ManifoldOptimizer):
     ) -> None:
         if not 0 <= momentum < 1:
             raise OptionError(f"momentum: expected a number in [0, 1), got {momentum}")
-        if not lr >= 0:
-            raise OptionError(f"lr: expected an angle of at least 0, got {lr}")
-        if min(steps, every) < 1:
-            raise OptionError(f"steps, every: expected at least 1, got {steps}, {every}")
+        finite("lr", lr, least=0)
+        check_positive(steps=steps, every=every)
         super().__init__(params, {"lr": lr, "momentum": momentum, "steps": steps, "every": every})
 
     def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
@@ -136,8 +135,8 @@ class RiemannianAdam(_ManifoldOptimizer):
     ) -> None:
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
             raise OptionError(f"betas: expected two numbers in [0, 1), got {betas}")
-        if not (lr >= 0 and eps > 0):
-            raise OptionError(f"lr and eps: expected lr >= 0 and eps > 0, got {lr} and {eps}")
+        finite("lr", lr, least=0)
+        finite("eps", eps, positive=True)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     def moved(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:

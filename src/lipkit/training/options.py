@@ -236,7 +236,8 @@ class TrainOptions(Numbers):
             if found["type"] == "extra_forbidden":
                 hint = suggestion(key, known) or f", expected one of {', '.join(known)}"
                 raise OptionError(f"unknown option {key!r}{hint}") from None
-            raise OptionError(worded(key, found["msg"], found["input"])) from None
+            message = "expected a name or a function" if key in TABLES else found["msg"]
+            raise OptionError(worded(key, message, found["input"])) from None
         for kind, table in TABLES.items():
             if isinstance(name := getattr(self, kind), str) and name not in table:
                 raise OptionError(f"expected {kind} as one of {', '.join(table)}, got {name!r}")

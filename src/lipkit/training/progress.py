@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Divergence(RunError):
 class Totals:
     """Loss and accuracy of the epoch number ``epoch``, counted from 0, summed over steps and devices.
 
-    The fields from ``loss`` to ``cpu`` are sums. After an interruption they start at the numbers of `state`.
+    The fields from ``loss`` to ``cpu`` are sums, which after an interruption start at the numbers of `state`.
     """
 
     fabric: Any
@@ -63,16 +63,16 @@ class Totals:
     loss: float = 0.0
     correct: float = 0.0
     samples: int = 0
-    seconds: float = 0.0  # before `start`
-    cpu: float = 0.0  # seconds before `cpu_start`
+    seconds: InitVar[float] = 0.0
+    cpu: InitVar[float] = 0.0
     epochs: int = 0  # estimate of all epochs, see `add`
     step: int = 0
     labelled: bool = False
-    samples_here: int = 0  # since `start`
     pending: list[Tensor] = field(default_factory=list)  # sums not yet read from the device
-    start: float = field(default_factory=time.perf_counter)
     read: float = field(default_factory=time.perf_counter)  # time of the last reading
-    cpu_start: float = field(default_factory=time.process_time)
+
+    def __post_init__(self, seconds: float, cpu: float) -> None:
+        self.start, self.cpu_start = time.perf_counter() - seconds, time.process_time() - cpu
 
     def add(self, step: int, sums: Tensor, size: int, *, labelled: bool, fraction: float = 0.0) -> bool:
         """Add one step, counted from 1; True if sums were read from the device.
@@ -83,7 +83,7 @@ class Totals:
         """
         self.labelled = labelled
         self.pending.append(sums)
-        self.samples, self.samples_here = self.samples + size, self.samples_here + size
+        self.samples += size
         self.step = step
         last = step == self.steps or fraction >= 1
         overdue = self.fabric.world_size == 1 and time.perf_counter() - self.read >= READ_SECONDS
@@ -112,8 +112,8 @@ class Totals:
         self.read = time.perf_counter()
 
     def pace(self) -> float:
-        """Samples per second since training started or continued in this epoch, all devices together."""
-        return self.samples_here / max(time.perf_counter() - self.start, 1e-9)  # a coarse clock may stand still
+        """Samples per second of this epoch so far, all devices together."""
+        return self.samples / max(time.perf_counter() - self.start, 1e-9)  # a coarse clock may stand still
 
     def row(self) -> dict[str, float]:
         """Mean loss, accuracy if there are labels, steps, samples, and CPU seconds of this process, all so far."""
@@ -123,10 +123,8 @@ class Totals:
 
     def state(self) -> dict[str, float]:
         """The numbers to continue the epoch from. Call it right after `add` has read the sums, when none is pending."""
-        seconds = self.seconds + time.perf_counter() - self.start
-        cpu = self.cpu + time.process_time() - self.cpu_start
-        sums = {"loss": self.loss, "correct": self.correct, "samples": self.samples}
-        return {**sums, "seconds": seconds, "cpu": cpu}
+        times = {"seconds": time.perf_counter() - self.start, "cpu": time.process_time() - self.cpu_start}
+        return {"loss": self.loss, "correct": self.correct, "samples": self.samples, **times}
 
     def report(self, step: int, row: Mapping[str, Any] | None = None) -> None:
         """Call ``progress`` with the present state, in the first process."""

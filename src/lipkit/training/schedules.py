@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lipkit.errors import OptionError
+from lipkit.errors import OptionError, finite
 from lipkit.text import printable
 
 Schedule = Callable[[float], float]
@@ -47,8 +47,7 @@ def multistep(fraction: float, *, milestones: Sequence[float] = (0.25, 0.75), ga
     >>> [round(multistep(f), 4) for f in (0.0, 0.2, 0.25, 0.5, 1.0)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
     """
-    if not 0 < gamma < math.inf:
-        raise OptionError(f"expected a finite gamma > 0, got {gamma}")
+    finite("gamma", gamma, positive=True)
     if list(milestones) != sorted(milestones) or any(not 0 < m < 1 for m in milestones):
         raise OptionError(f"expected ascending milestones in (0, 1), got {list(milestones)}")
     return gamma ** sum(fraction >= m for m in milestones)  # a milestone counts at its own step

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lipkit.data import Data, Split, as_split
 from lipkit.data.split import as_targets
-from lipkit.errors import DataError, warn_of_bytes
+from lipkit.errors import DataError, rewording, warn_of_bytes
 
 # Streams of random numbers of an epoch. NETWORK is torch's global state, seeded once, at epoch 0.
 SHUFFLE, AUGMENT, NETWORK, ATTACK = range(4)
@@ -41,12 +41,13 @@ def own_random_state(device: torch.device, *stream: int) -> Iterator[None]:
 
 def random_state(fabric: Any, generators: Mapping[str, torch.Generator]) -> dict[str, Tensor]:
     """States of torch's global random numbers and of ``generators``, a row per process; all processes must call it."""
-    device = fabric.device
     state = {"rng_cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["rng_cuda"] = torch.cuda.get_rng_state(device)
+    if fabric.device.type == "cuda":
+        state["rng_cuda"] = torch.cuda.get_rng_state(fabric.device)
     state |= {name: generator.get_state() for name, generator in generators.items()}
-    return {name: _rows(fabric, value) for name, value in state.items()}
+    alone = fabric.world_size == 1
+    rows = {name: own[None] for name, own in state.items()} if alone else fabric.all_gather(state)
+    return {name: value.cpu() for name, value in rows.items()}
 
 
 def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mapping[str, torch.Generator]) -> None:
@@ -57,13 +58,6 @@ def set_random_state(fabric: Any, state: Mapping[str, Tensor], generators: Mappi
         torch.cuda.set_rng_state(state["rng_cuda"][rank].clone(), device)
     for name, generator in generators.items():
         generator.set_state(state[name][rank].clone())
-
-
-def _rows(fabric: Any, own: Tensor) -> Tensor:
-    """The tensors ``own`` of all processes, as rows of one tensor."""
-    table = torch.zeros(fabric.world_size, *own.shape, dtype=own.dtype, device=fabric.device)
-    table[fabric.global_rank] = own.to(fabric.device)  # adding zeros is exact
-    return (fabric.all_reduce(table, reduce_op="sum") if fabric.world_size > 1 else table).cpu()
 
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -95,11 +89,13 @@ class DatasetSource:
         return self._length
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        kind = type(self._dataset).__name__
         fetch = getattr(self._dataset, "__getitems__", None)  # torch's name for fetching many at once
         items = fetch(index.tolist()) if fetch is not None else [self._dataset[i] for i in index.tolist()]
         if wrong := [item for item in items if not isinstance(item, Sequence) or len(item) != 2]:
-            raise DataError(f"expected items (x, y) from {type(self._dataset).__name__}, got {_kind(wrong[0])}")
-        x, y = default_collate(items)
+            raise DataError(f"expected items (x, y) from {kind}, got {_kind(wrong[0])}")
+        with rewording(DataError, f"expected items (x, y) of one shape from {kind}, got: ", RuntimeError, TypeError):
+            x, y = default_collate(items)
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             raise DataError(f"expected items (x, y) of tensors or numbers, got {_kind(x)} and {_kind(y)}")
         return x.to(torch.float32) / 255 if x.dtype == torch.uint8 else x.to(torch.float32), as_targets(y)
