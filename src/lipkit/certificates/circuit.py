@@ -271,12 +271,9 @@ def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
     )
 
 
-def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, blocked: bool = True) -> Noise | None:
-    """Rounding errors of inner products of ``terms`` terms and a bias; ``blocked`` if the sums may run in blocks."""
-    if arithmetic is None:
-        return None
-    depth = arithmetic.depth(terms) if blocked else terms
-    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
+def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor) -> Noise | None:
+    """Rounding errors of inner products of ``terms`` terms and a bias."""
+    return None if arithmetic is None else Noise(terms + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
 
 
 @circuit_rule(nn.Conv2d, nn.ConvTranspose2d)
@@ -302,8 +299,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         adjoint = lambda a: conv2d_input((len(a), *into), weight, a, **options)  # noqa: E731
     counts = module.in_channels // groups * taps, module.out_channels // groups * taps
     bias = None if module.bias is None else module.bias.detach()[:, None, None].expand(out)
-    # The blocked evaluator sums only these in blocks.
-    noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
+    noise = inner_products(circuit.arithmetic, counts[0], size)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
 
 
