@@ -61,7 +61,8 @@ class Value(NamedTuple):
     def linear(self, weight: Tensor, shift: Tensor) -> Value:
         """Behind a linear layer: a matrix, or the diagonal of one."""
         parts = composed(weight, self.map), composed(weight, self.jacobian)
-        return Value(*parts, _moved(weight, shift, *self.reach), _moved(weight, shift, *self.point))
+        intervals = (composed(weight, (a[:, None], e[:, None])) for a, e in (self.reach, self.point))
+        return Value(*parts, *(_shifted(interval, shift) for interval in intervals))
 
     def full(self) -> Value:
         """This value with a matrix as its map, and as its jacobian."""
@@ -145,9 +146,7 @@ class Run:
             shift = module(*(torch.zeros(1, *size, dtype=torch.float64) for size in shapes)).flatten()
 
             def shifted(parts: Sequence[Part]) -> Part:
-                found, error = mapped(act, [(a[:, None], e[:, None]) for a, e in parts], shapes)
-                y = found[:, 0] + shift
-                return y, up(error[:, 0] + 2 * UNIT * y.abs(), 3)  # the shift is added in one rounding
+                return _shifted(mapped(act, [(a[:, None], e[:, None]) for a, e in parts], shapes), shift)
 
             maps = [widened(v.map, self.inputs + self.units) for v in given if v.map is not None]
             jacobians = [v.jacobian for v in given if v.jacobian is not None]
@@ -243,12 +242,10 @@ def around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return centre, torch.where(finite, radius, math.inf)
 
 
-def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius of the intervals after a linear layer; the radius includes rounding."""
-    value, error = composed(weight, (centre[:, None], radius[:, None]))
-    value, error = value[:, 0], known(error[:, 0])
-    moved = value + shift  # shift: the layer's output at 0
-    return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
+def _shifted(column: Part, shift: Tensor) -> Part:
+    """Centres and radii of intervals in one column, moved by a layer's output at 0; radii include rounding."""
+    moved = column[0][:, 0] + shift
+    return moved, up(known(column[1][:, 0]) + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
 # Smooth functions, and the points where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten
