@@ -1,7 +1,5 @@
 r"""Certificates of an exported network: radii from bounds recomputed in float64 on its own numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os

@@ -8,8 +8,6 @@ A linear map is stored as its adjoint, a map that gives :math:`|W| h`, and its b
 as inner products of a known number of terms in any order.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

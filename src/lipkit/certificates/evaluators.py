@@ -6,8 +6,6 @@ break the model (products in TF32 or bfloat16, autocast, algorithms that are not
 fast Fourier transform) are refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -5,8 +5,6 @@ and inside a `Graph`. Linear modules between two activations count as one layer:
 rounding is inside the proof. All other modules keep their constants.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import itertools

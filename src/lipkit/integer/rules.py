@@ -5,8 +5,6 @@ circular convolution with a kernel as large as the image; a Taylor polynomial be
 responses to impulses in float64, and the distance of these from the exact responses is part of the error.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

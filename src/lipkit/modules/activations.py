@@ -230,6 +230,11 @@ def _hardtanh_error(module: nn.Hardtanh, input_shape: Shape, arithmetic: Arithme
     return pointwise(0.0, max(map(rounded, limits)), 0.0, input_shape, arithmetic, largest)
 
 
+def _elu_error(module: nn.ELU, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
+    factor = (LIBRARY + 4) * max(1.0, abs(module.alpha))
+    return pointwise(factor, factor, 0.0, input_shape, arithmetic)
+
+
 def _celu_error(module: nn.CELU, input_shape: Shape, arithmetic: Arithmetic) -> RoundingError:
     # alpha (e^(x / alpha) - 1) by a rounded 1 / alpha; below the normal range it may count as 0, and all of x is lost.
     inverse = 1 / module.alpha
@@ -390,8 +395,7 @@ for _row in (
     Activation(nn.Tanhshrink, 1.0, (LIBRARY + 4, 0.0), {}, True, (F.tanhshrink,)),
     Activation(nn.LeakyReLU, lambda m: _at_least_one(m.negative_slope), _leaky_relu_error, {"negative_slope": real},
                lambda m: 0 <= m.negative_slope <= 1, (F.leaky_relu, F.leaky_relu_)),
-    Activation(nn.ELU, lambda m: _at_least_one(m.alpha),
-               lambda m, *at: pointwise(*[(LIBRARY + 4) * max(1.0, abs(m.alpha))] * 2, 0.0, *at), {"alpha": real},
+    Activation(nn.ELU, lambda m: _at_least_one(m.alpha), _elu_error, {"alpha": real},
                lambda m: 0 <= m.alpha <= 1, (F.elu, F.elu_)),
     Activation(nn.PReLU, lambda m: to_double(m.weight).abs().amax().clamp_min(1.0), _leaky_relu_error,
                {"num_parameters": COUNT}),
