@@ -184,7 +184,7 @@ def machine(net: modules.Network, x: Any) -> Case:
     wide = any(not torch.equal(t.float().double(), t) for t in plain.state_dict().values())
     x = torch.as_tensor(x, dtype=torch.float32).reshape(-1, *net.input_shape)
     computed = copy.deepcopy(net).float()(x).double().flatten(1)
-    arithmetic = dataclasses.replace(FLOAT32, rounds_weights=wide)
+    arithmetic = dataclasses.replace(FLOAT32, stored=int(wide))
 
     def holds(m: Any) -> bool:
         for point, values in zip(x, computed.tolist(), strict=True):

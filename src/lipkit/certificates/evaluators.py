@@ -90,7 +90,7 @@ def arithmetic(name: str, network: nn.Module) -> Arithmetic:
         for t in (*network.parameters(), *network.buffers())
         if t.is_floating_point()
     )
-    return dataclasses.replace(found, rounds_weights=wider)
+    return dataclasses.replace(found, stored=int(wider))
 
 
 def machine(network: modules.Network, name: str) -> modules.Network:

@@ -142,13 +142,13 @@ class Arithmetic:
         unit: u, the largest relative error of one operation.
         tiny: the smallest normal number.
         largest: the largest finite number.
-        rounds_weights: whether the stored numbers are rounded once to the format before they are used.
+        stored: how often a stored number is rounded before it is used.
     """
 
     unit: float
     tiny: float
     largest: float
-    rounds_weights: bool = False
+    stored: int = 0
 
     def gamma(self, operations: float) -> float:
         """Bound of the relative error of ``operations`` chained operations; ``inf`` if none exists."""
@@ -158,11 +158,6 @@ class Arithmetic:
     def room(self) -> float:
         """Limit for bounds of the norms of intermediate values: a quarter of the largest finite number."""
         return self.largest / 4
-
-    @property
-    def stored(self) -> int:
-        """How often a stored number is rounded before it is used."""
-        return 1 if self.rounds_weights else 0
 
 
 def arithmetic_of(dtype: torch.dtype) -> Arithmetic:
