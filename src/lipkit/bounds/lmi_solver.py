@@ -30,7 +30,7 @@ from torch import Tensor
 from lipkit.bounds.lmi import couplings, gain_bound, lmi_matrix
 from lipkit.errors import OptionError
 from lipkit.proof.norms import spectral_norms
-from lipkit.proof.roundoff import product, to_double, up
+from lipkit.proof.roundoff import product, size, to_double, up
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -239,7 +239,7 @@ def minimise_gain(
     """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
     `lipkit.bounds.lmi.proves_gain` has proved the gain. Where each weight reads the layer before only, it is never
-    above the product of the layers' norms, rounded up; else it is inf, without multipliers, if nothing is proved.
+    above the product of the layers' norms, rounded up; else it is inf if nothing is proved.
     Arguments are those of `proves_gain`; the search ends at a relative ``accuracy``.
 
     Guarantee:
@@ -251,8 +251,10 @@ def minimise_gain(
     bound, failed = math.inf, list[Tensor]()
     if all(b.shape[1] == len(a) for a, b in pairwise(weights)):
         norms = [float(spectral_norms(w)) for w in weights]
-        for k, e in enumerate(errors):  # bounded by their sums: squares could underflow
-            norms[k] = float(up(norms[k] + e.sum(), e.numel() + 1)) if bool(e.any()) else norms[k]
+        for k, e in enumerate(errors):
+            if bool(e.any()):
+                off = torch.minimum(up(e.sum(), e.numel()), size(e[None])[0])  # of tiny ones, squares underflow
+                norms[k] = float(up(norms[k] + off, 1))
         bound, failed = product(*norms), [torch.ones(len(w), dtype=torch.float64) for w in weights[:-1]]
         # Multipliers for weights of other norms leave the range of float64.
         if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST:

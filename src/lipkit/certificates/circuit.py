@@ -158,9 +158,9 @@ class Circuit:
             raise NoRuleError(f"local bounds: expected a module with a rule, got {type_name(type(module))}")
         return _RULES[type(module)](self, module, *values)
 
-    def linear(self, value: int, shape: Shape, *how: Any) -> int:
-        """Add the node ``Linear(shape, *how)`` applied to a value."""
-        return self._add(Linear(shape, *how), (value,), shape)
+    def linear(self, value: int, linear: Linear) -> int:
+        """Add the node ``linear`` applied to a value."""
+        return self._add(linear, (value,), linear.shape)
 
     def scalar(self, value: int, module: nn.Module, *, exact: bool = False) -> int:
         """Add a scalar activation applied to a value; ``exact`` if the evaluator does not round it."""
@@ -201,7 +201,7 @@ class Circuit:
         def forward(h: Tensor) -> Tensor:
             return F.pad(h.flatten(1), (1, 0))[:, flat].reshape(len(h), *index.shape)
 
-        return self.linear(value, tuple(index.shape), adjoint, forward, most if most > 1 else 0)
+        return self.linear(value, Linear(tuple(index.shape), adjoint, forward, most if most > 1 else 0))
 
     def maximum(self, a: int, b: int) -> int:
         """Add the maximum as ``b + relu(a - b)``; the evaluator only compares, so it rounds nothing."""
@@ -258,9 +258,8 @@ def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
     shape = (*circuit.shapes[value][:-1], module.out_features)
     bias = None if module.bias is None else module.bias.detach().expand(shape)
     noise = inner_products(circuit, module.in_features, size)
-    return circuit.linear(
-        value, shape, lambda a: a @ weight, lambda h: F.linear(h, size), module.out_features, bias, noise
-    )
+    made = Linear(shape, lambda a: a @ weight, lambda h: F.linear(h, size), module.out_features, bias, noise)
+    return circuit.linear(value, made)
 
 
 def inner_products(circuit: Circuit, terms: int, weight: Tensor) -> Noise:
@@ -292,7 +291,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     counts = module.in_channels // groups * taps, module.out_channels // groups * taps
     bias = None if module.bias is None else module.bias.detach()[:, None, None].expand(out)
     noise = inner_products(circuit, counts[0], size)
-    return circuit.linear(value, out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise)
+    return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
 
 
 def _by_gradient(module: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
@@ -318,7 +317,7 @@ def _averages(circuit: Circuit, module: Any, value: int) -> int:
         terms = 4 * module.rows * module.cols if type(module) is EnlargeBilinear else window_terms(module, shape)
     moduli = (lambda h: h + h.mean(module.dims, keepdim=True)) if centred else (lambda h: module(h).abs())
     noise = Noise(terms + 8, terms + 8, float(max(terms, most) + 4))
-    return circuit.linear(value, out, _by_gradient(module, shape), moduli, terms + 8, None, noise)
+    return circuit.linear(value, Linear(out, _by_gradient(module, shape), moduli, terms + 8, None, noise))
 
 
 @circuit_rule(Affine)
@@ -329,7 +328,8 @@ def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     size = scale.abs()
     # A product and a sum, with one to spare, and the rounding of the stored scale and shift.
     noise = Noise(3 + 2 * circuit.stored, 8, 2.0, size)
-    return circuit.linear(value, shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
+    linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
+    return circuit.linear(value, linear)
 
 
 # Rules that are one call of the circuit.
