@@ -30,7 +30,10 @@ from lipkit.layers import families
 
 FILE = Path(__file__).parents[1] / "tests" / "certificates" / "reference_certificates.json"
 SAMPLES = 8
-WAYS = (*(("sound", evaluator) for evaluator in ("float64", "float32", "integer")), ("ignore", "float64"))
+WAYS = (
+    *(("sound", evaluator) for evaluator in ("float64", "float32", "float32_blocked", "integer")),
+    ("ignore", "float64"),
+)
 SMALL_FAMILY = {"input_shape": (2, 6, 6), "classes": 4, "width": 1}
 # Beside one small network of each family: (model, options), with depth, skips, gains and unconstrained layers.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {

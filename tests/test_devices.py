@@ -69,7 +69,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("evaluator", ["float64", "float32", "integer"])
+@pytest.mark.parametrize("evaluator", ["float64", "float32", "float32_blocked", "integer"])
 def test_certificates(device: str, evaluator: str) -> None:
     network = exported(dense_net(), "cpu")
     x = samples(9, 6)
@@ -92,7 +92,9 @@ def test_certificates_of_convolutions(device: str) -> None:
 
 def test_float32_convolutions_of_a_gpu_are_refused(device: str) -> None:
     network, x = exported(conv_net(), device), samples(2, 3, 8, 8)
-    if device != "cpu":
+    if device == "cpu":
+        certificates.certify(network, x, torch.zeros(2).long(), evaluator="float32_blocked", device=device)
+    else:
         with pytest.raises(lipkit.errors.OptionError, match="cuDNN"):
             certificates.certify(network, x, torch.zeros(2).long(), evaluator="float32", device=device)
 

@@ -216,9 +216,9 @@ def test_a_key_twice_is_refused(written: Any) -> None:
         (
             {
                 "evaluator": dict.fromkeys(("device", "torch"), "")
-                | {"name": "float64", "dtype": "float16", "settings": {}}
+                | {"name": "float64", "dtype": "float16", "block": None, "settings": {}}
             },
-            r"expected evaluator '\w+ \(\w+\)', got 'float64 \(float16\)'",
+            r"expected evaluator '\w+ \(\w+, block None\)', got 'float64 \(float16, block None\)'",
         ),
         ({"architecture": ["Linear", "Tanh", "Linear"]}, "expected architecture"),
     ],

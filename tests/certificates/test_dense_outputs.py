@@ -14,6 +14,7 @@ from lipkit import export, layers
 from lipkit.certificates import dense, dense_outputs, prove
 from lipkit.errors import OptionError, ShapeError
 from lipkit.modules import Network
+from lipkit.modules.dense import blocked
 
 
 def identity(classes: int, positions: int) -> Network:
@@ -298,3 +299,10 @@ def test_a_kernel_of_another_size_than_its_layer_says_reads_several_positions() 
     one, two = (dense(network, x, y, 0.5) for network in found)
     assert torch.equal(one.worst, two.worst)
     assert not torch.equal(one.worst, one.right)
+
+
+def test_blocks_of_a_kernel_turned_by_a_quarter_are_summed_as_it_is() -> None:
+    conv = nn.Conv2d(2, 3, (1, 3), bias=False)
+    conv.weight = nn.Parameter(torch.randn(2, 3, 3, 1).transpose(0, 1))
+    x = torch.randn(1, 2, 5, 5)
+    assert torch.allclose(blocked(conv)(x), conv(x), atol=1e-5)

@@ -78,7 +78,7 @@ def texts(value: str, draw: random.Random) -> Iterator[Any]:
     yield from ([value], {"a": value}, "NaN", "Infinity", "linf", "regression", "ignore", "sound", "global", "real")
     yield from (
         "float32",
-        "float16",
+        "float32_blocked",
         "last layer",
         "1.7",
         "2.0",

@@ -21,7 +21,7 @@ from lipkit.certificates.evaluators import settings as settings_of
 from lipkit.errors import NoRuleError, OptionError
 from lipkit.modules import ROWS
 
-EVALUATORS = ("float64", "float32")
+EVALUATORS = ("float64", "float32", "float32_blocked")
 
 
 @contextlib.contextmanager
@@ -245,14 +245,16 @@ def test_the_evaluators_are_ordered_and_named() -> None:
     network, x, y = convolutional()
     with without_nnpack():
         found = {name: certify(network, x, y, evaluator=name) for name in EVALUATORS}
-    double, single = (found[name].radius for name in EVALUATORS)
+    double, single, blocks = (found[name].radius for name in EVALUATORS)
     positive = single > 0
     assert positive.any()
-    assert (single < double)[positive].all()
+    assert (single < blocks)[positive].all()
+    assert (blocks < double)[positive].all()
     for name, certificate in found.items():
         made = certificate.evaluator
         assert (certificate.rounding, made.name, made.device, made.torch) == ("sound", name, "cpu", torch.__version__)
-        assert made.dtype == name
+        assert made.dtype == name.split("_")[0]
+        assert made.block == (16 if name.endswith("blocked") else None)
         assert json.loads(json.dumps(dataclasses.asdict(made))) == dataclasses.asdict(made)
     ignored = certify(network, x, y, rounding="ignore")
     assert (ignored.rounding, ignored.evaluator.name) == ("ignore", "real")
@@ -317,6 +319,7 @@ def test_autocast_and_convolutions_that_are_no_inner_products_are_refused() -> N
         if torch.backends.nnpack.is_available():
             with pytest.raises(OptionError, match="NNPACK may evaluate convolutions by Winograd"):
                 certify(network, x, y, evaluator="float32")
+        certify(network, x, y, evaluator="float32_blocked")  # its convolutions are products of windows
         certify(network, x, y)
     assert any("cuDNN" in reason for reason in violations("float32", "cuda", settings_of("cuda"), network))
     assert any("nothing is known" in reason for reason in violations("float32", "xpu", settings_of("xpu")))
@@ -425,7 +428,7 @@ def test_unknown_names_are_refused() -> None:
     network, x, y = convolutional()
     with pytest.raises(OptionError, match="rounding: expected one of sound, ignore, got 'up'"):
         certify(network, x, y, rounding="up")
-    with pytest.raises(OptionError, match="expected one of float64, float32, integer, got 'bfloat16'"):
+    with pytest.raises(OptionError, match="expected one of float64, float32, float32_blocked, integer, got 'bfloat16'"):
         certify(network, x, y, evaluator="bfloat16")
     with pytest.raises(OptionError, match="'ignore', which knows none"):
         certify(network, x, y, rounding="ignore", evaluator="float32")
@@ -469,7 +472,8 @@ def test_deviations_of_a_regression_include_rounding(name: str) -> None:
 
 def test_the_machine_is_the_network_in_the_format_of_the_evaluator() -> None:
     network, x, _ = convolutional()
+    assert type(machine(network, "float32_blocked")[0]).__name__ == "BlockedConv2d"
     assert next(machine(network, "float64").parameters()).dtype == torch.float64
-    torch.testing.assert_close(machine(network, "float32")(x), network(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(machine(network, "float32_blocked")(x), network(x), rtol=1e-5, atol=1e-6)
     with pytest.raises(OptionError, match="evaluator: expected one of"):
         machine(network, "float16")

@@ -253,7 +253,7 @@ def broken(seed: int, name: str, points: int = 600) -> tuple[int, int, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
 def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
     made, sound, ignored = (sum(column) for column in zip(*(broken(seed, name) for seed in range(12)), strict=True))
     assert made > 3000
@@ -264,7 +264,7 @@ def test_no_attack_succeeds_inside_a_sound_radius(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["float64", "float32", "float32_blocked"])
 def test_no_attack_succeeds_inside_a_sound_radius_of_a_hundred_graphs(name: str) -> None:
     made, sound, ignored = (
         sum(column) for column in zip(*(broken(seed, name) for seed in range(200, 300)), strict=True)

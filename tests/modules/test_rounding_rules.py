@@ -20,6 +20,7 @@ from lipkit.errors import NoRuleError
 from lipkit.layers.families import FAMILIES, names
 from lipkit.lowering import lipschitz
 from lipkit.modules import ROWS, local_error
+from lipkit.modules.dense import blocked
 from lipkit.modules.fourier import spectral_blocks
 from lipkit.modules.machine import prepare, prove_module, through
 from lipkit.modules.plain import stored_types
@@ -211,6 +212,31 @@ def test_the_bound_holds_and_is_not_idle(name: str) -> None:
         assert float(measure(torch.ones(1, *shape).double()).error.at) < 1e-5  # nothing but comparisons
 
 
+@pytest.mark.parametrize("name", ["linear", "conv", "conv, circular, even", "conv, reflect, stride", "sequential"])
+def test_blocks_lose_less_and_stay_within_their_bound(name: str) -> None:
+    module, shape, _ = make(name)
+    x = 10 * torch.randn(64, *shape)
+    exact = copy.deepcopy(module).double()
+    for block in (4, 32):
+        arithmetic = type(FLOAT32)(FLOAT32.unit, FLOAT32.tiny, FLOAT32.largest, block=block)
+        with torch.no_grad():
+            error = norms(blocked(module, block)(x).double() - exact(x.double()))
+        assert (error <= local_error(exact, shape, arithmetic)(x.double()).error.at).all()
+
+
+def test_long_sums_in_blocks() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3000, 10)
+    exact, x = copy.deepcopy(layer).double(), torch.rand(20, 3000)
+    arithmetic = type(FLOAT32)(FLOAT32.unit, FLOAT32.tiny, FLOAT32.largest, block=32)
+    loose = local_error(exact, (3000,), FLOAT32)(x.double()).error.at
+    tight = local_error(exact, (3000,), arithmetic)(x.double()).error.at
+    with torch.no_grad():
+        error = norms(blocked(layer)(x).double() - exact(x.double()))
+    assert (error <= tight).all()
+    assert (tight < loose / 50).all()
+
+
 @pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
@@ -231,17 +257,19 @@ def test_float64_inner_products_against_fractions(weight: list[float], x: list[f
 
 @pytest.mark.thorough
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(1e-3, 10.0))
-def test_a_chain_is_never_below_what_it_loses(seed: int, size: float, spread: float) -> None:
+@given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.floats(1e-3, 10.0), st.booleans())
+def test_a_chain_is_never_below_what_it_loses(seed: int, size: float, spread: float, blocks: bool) -> None:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(40, 30), modules.MaxMin(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 5)).eval()
     network = modules.Network(module, (40,))
     exact = copy.deepcopy(network).double()
+    name = "float32_blocked" if blocks else "float32"
+    arithmetic = type(FLOAT32)(FLOAT32.unit, FLOAT32.tiny, FLOAT32.largest, block=32 if blocks else None)
     x = size * torch.randn(8, 40)
     h = x + spread * torch.randn(8, 40)
-    walk = through(prepare([*exact], (40,), FLOAT32), x.double())
+    walk = through(prepare([*exact], (40,), arithmetic), x.double())
     with torch.no_grad():
-        error = norms(machine(network, "float32")(h).double() - exact(h.double()))
+        error = norms(machine(network, name)(h).double() - exact(h.double()))
     distance = norms(h.double() - x.double())
     assert (error <= walk.error.at + walk.error.slope * distance).all()
     with torch.no_grad():

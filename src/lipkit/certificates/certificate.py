@@ -205,9 +205,10 @@ def certify(
         method: ``"global"``; ``"local"``; or ``"best"``: as local, but the certificate is called so only if a local
             radius is the larger one for some sample.
         rounding: ``"sound"`` or ``"ignore"``.
-        evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, or ``"integer"``: the integer
-            program of the network (`lipkit.integer.quantisation`, `lipkit.interop.write_c`), for every real x', which
-            it clamps and rounds itself; logits and predictions are then the program's own.
+        evaluator: whose evaluation the radii hold for: ``"float64"``, ``"float32"``, ``"float32_blocked"``, which
+            sums inner products in blocks of 16 (`lipkit.certificates.evaluators.machine` returns that network), or
+            ``"integer"``: the integer program of the network (`lipkit.integer.quantisation`, `lipkit.interop.write_c`),
+            for every real x', which it clamps and rounds itself; logits and predictions are then the program's own.
         batch_size: samples evaluated at once; the radii do not depend on it beyond rounding.
         device: where the logits are measured. A device without float64 (mps) is replaced by the CPU.
         proof: of this network for this rounding, evaluator and device, from `lipkit.prove`; None proves it here.

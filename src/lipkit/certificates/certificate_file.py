@@ -208,9 +208,7 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
 
 def _evaluator(path: Path, values: Any) -> Evaluator:
     kinds: dict[str, tuple[type, ...]] = dict.fromkeys(("name", "dtype", "device", "torch"), (str,))
-    kinds |= {"settings": (dict,)}
-    if isinstance(values, dict) and values.get("block", 0) is None:  # in older files: no sums in blocks
-        del values["block"]
+    kinds |= {"block": (int, type(None)), "settings": (dict,)}
     whole = isinstance(values, dict) and kinds.keys() == values.keys()
     _expect(path, whole, f"an evaluator with {', '.join(kinds)}", values)
     for key, kind in kinds.items():
@@ -333,7 +331,7 @@ def unchecked(file: CertificateFile) -> dict[str, str]:
     """
     evaluator = dataclasses.asdict(file.certificate.evaluator)
     claims: dict[str, Any] = {f"data.{key}": v for key, v in file.data.items() if key not in ("sha256", "samples")}
-    claims |= {f"evaluator.{key}": v for key, v in evaluator.items() if key not in ("name", "dtype")}
+    claims |= {f"evaluator.{key}": v for key, v in evaluator.items() if key not in ("name", "dtype", "block")}
     claims |= {"versions": dict(file.versions)} | {f"other.{key}": value for key, value in file.other.items()}
     shown = list(claims.items())[:MOST_CLAIMS]
     lines = {
@@ -357,7 +355,7 @@ def _check_claims(file: CertificateFile, proved: Certificate, network: modules.N
     if (claimed.method == "local" or claimed.input_range is not None) and claimed.input_range != network.input_range:
         raise CertificateViolation(f"expected input_range {network.input_range}, got {claimed.input_range}")
     architecture = tuple(type(module).__name__ for module in network)
-    evaluators = (f"{e.name} ({e.dtype})" for e in (claimed.evaluator, proved.evaluator))
+    evaluators = (f"{e.name} ({e.dtype}, block {e.block})" for e in (claimed.evaluator, proved.evaluator))
     for name, told, found in (
         ("method", claimed.method, proved.method),
         ("dtype", claimed.dtype, proved.dtype),

@@ -262,9 +262,10 @@ def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
     return circuit.linear(value, made)
 
 
-def inner_products(circuit: Circuit, terms: int, weight: Tensor) -> Noise:
-    """Rounding errors of inner products of ``terms`` terms and a bias."""
-    return Noise(terms + 1 + circuit.stored, terms, 1.0, weight)  # + 1 for the bias
+def inner_products(circuit: Circuit, terms: int, weight: Tensor, blocked: bool = True) -> Noise:
+    """Rounding errors of inner products of ``terms`` terms and a bias; ``blocked`` if the sums may run in blocks."""
+    depth = circuit.arithmetic.depth(terms) if blocked and circuit.arithmetic is not None else terms
+    return Noise(depth + 1 + circuit.stored, terms, 1.0, weight)  # + 1 for the bias
 
 
 @circuit_rule(nn.Conv2d, nn.ConvTranspose2d)
@@ -290,7 +291,8 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
         adjoint = lambda a: conv2d_input((len(a), *into), weight, a, **options)  # noqa: E731
     counts = module.in_channels // groups * taps, module.out_channels // groups * taps
     bias = None if module.bias is None else module.bias.detach()[:, None, None].expand(out)
-    noise = inner_products(circuit, counts[0], size)
+    # The blocked evaluator sums only these in blocks.
+    noise = inner_products(circuit, counts[0], size, type(module) is nn.Conv2d and groups == 1)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
 
 

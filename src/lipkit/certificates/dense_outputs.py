@@ -139,7 +139,7 @@ def dense(
     eps = finite("eps", eps, least=0)
     check_integer("ignore_index", ignore_index, -(2**63), 2**63 - 1)
     if proof is not None and check_proof(proof).program is not None:
-        raise OptionError("evaluator: expected float64 or float32 for dense outputs, got 'integer'")
+        raise OptionError("evaluator: expected float64, float32 or float32_blocked for dense outputs, got 'integer'")
     x, y = as_tensor(x), as_tensor(y)
     if y.is_floating_point():
         raise OptionError(f"expected integer labels (int64), got {dtype_name(y)}")

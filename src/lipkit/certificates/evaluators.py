@@ -18,9 +18,10 @@ from lipkit.errors import OptionError, check_choice
 from lipkit.linalg.precision import check_underflow, flushes, product_settings, reduced_products
 from lipkit.linalg.transforms import nnpack_enabled
 from lipkit.modules.convolutions import windows_overlap
+from lipkit.modules.dense import BLOCK, blocked
 from lipkit.proof.roundoff import FLOAT64, Arithmetic, arithmetic_of
 
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "integer": torch.int32}
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32, "integer": torch.int32}
 ROUNDINGS = ("sound", "ignore")
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
@@ -30,9 +31,11 @@ class Evaluator:
     """The evaluation that a certificate holds for, and where it was made; plain values only.
 
     Attributes:
-        name: ``"float64"``, ``"float32"``, ``"integer"`` (the program that
-            `lipkit.integer.quantisation.quantise` returns), or ``"real"``: no machine, rounding was ignored.
+        name: ``"float64"``, ``"float32"``, ``"float32_blocked"`` (the network `machine` returns), ``"integer"`` (the
+            program `lipkit.integer.quantisation.quantise` returns), or ``"real"``: no machine, rounding was ignored.
         dtype: format of numbers and operations.
+        block: inner products of dense layers and convolutions are summed in blocks of this many terms; None for any
+            order.
         device: type of the device (cpu, cuda).
         torch: version of torch.
         settings: of torch and its libraries for arithmetic, by name, as the function `settings` finds them.
@@ -40,6 +43,7 @@ class Evaluator:
 
     name: str
     dtype: str
+    block: int | None
     device: str
     torch: str
     settings: dict[str, str]
@@ -72,11 +76,11 @@ def evaluator(
     if rounding == "ignore":
         if name != "float64":
             raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
-        return Evaluator("real", "real", kind, torch.__version__, {})
+        return Evaluator("real", "real", None, kind, torch.__version__, {})
     check_choice("evaluator", name, _DTYPES)
     found = _sound_settings(name, kind, network)
     dtype = str(_DTYPES[name]).removeprefix("torch.")
-    return Evaluator(name, dtype, kind, torch.__version__, found)
+    return Evaluator(name, dtype, BLOCK if name.endswith("blocked") else None, kind, torch.__version__, found)
 
 
 def arithmetic(name: str, network: nn.Module) -> Arithmetic:
@@ -90,14 +94,17 @@ def arithmetic(name: str, network: nn.Module) -> Arithmetic:
         for t in (*network.parameters(), *network.buffers())
         if t.is_floating_point()
     )
-    return dataclasses.replace(found, stored=int(wider))
+    return dataclasses.replace(found, block=BLOCK if name.endswith("blocked") else None, stored=int(wider))
 
 
 def machine(network: modules.Network, name: str) -> modules.Network:
     """The network as the evaluator of this name runs it, on the CPU; inputs must have its dtype."""
     check_choice("evaluator", name, [known for known in _DTYPES if known != "integer"])
     check_underflow()  # small float32 numbers would be lost on their way to float64
-    return copy.deepcopy(network).cpu().to(_DTYPES[name])  # weights are rounded to the evaluator's format here
+    twin = copy.deepcopy(network).cpu().to(_DTYPES[name])  # weights are rounded to the evaluator's format here
+    made = blocked(twin) if name.endswith("blocked") else twin
+    assert isinstance(made, modules.Network)
+    return made
 
 
 def settings(kind: str) -> dict[str, str]:
@@ -137,7 +144,8 @@ def violations(name: str, kind: str, found: dict[str, str], network: nn.Module |
     wrong = reduced_products(found)
     if found["autocast"] == "True":
         wrong.append("autocast is on")
-    modules = [] if network is None else [m for m in network.modules() if _convolves(m)]
+    blocks = name.endswith("blocked")
+    modules = [] if network is None else [m for m in network.modules() if _convolves(m, blocks)]
     if kind == "cuda" and (network is None or modules):
         wrong.append("cuDNN may evaluate convolutions by Winograd's algorithm or in TF32 (certify for the CPU)")
     if kind == "cpu" and found["nnpack"] == "True" and (network is None or any(map(_shares_windows, modules))):
@@ -150,11 +158,11 @@ def violations(name: str, kind: str, found: dict[str, str], network: nn.Module |
     return wrong
 
 
-def _convolves(module: nn.Module) -> bool:
-    """True if the module calls torch's convolution."""
+def _convolves(module: nn.Module, blocks: bool) -> bool:
+    """True if the module calls torch's convolution; ``blocks``: if it still does in the blocked evaluator."""
     if isinstance(module, modules.FourierConv2d):
         return not module.whole and module.kernel_size == (1, 1)
-    return type(module) in _CONVOLUTIONS
+    return type(module) in _CONVOLUTIONS and not (blocks and type(module) is nn.Conv2d and module.groups == 1)
 
 
 def _shares_windows(module: nn.Module) -> bool:
@@ -170,7 +178,7 @@ def _sound_settings(name: str, kind: str, network: nn.Module | None) -> dict[str
     if wrong := violations(name, kind, found, network):
         other = "" if name == "float64" else ", or use evaluator='float64'"
         raise OptionError(
-            f"rounding='sound': expected IEEE {name} arithmetic, got settings that break it: "
+            f"rounding='sound': expected IEEE {name.removesuffix('_blocked')} arithmetic, got settings that break it: "
             f"{'; '.join(wrong)}; change them{other}"
         )
     return found

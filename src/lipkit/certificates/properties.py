@@ -191,7 +191,7 @@ def verify_property(
         network: result of ``lipkit.export``.
         cases: of the property, from `lipkit.certificates.vnnlib.read_vnnlib`.
         seconds: after which the answer is ``"unknown"``; a batch that is begun is finished.
-        evaluator: ``"float32"`` or ``"float64"``, as in `lipkit.certify`; None is the format of
+        evaluator: ``"float32"``, ``"float64"`` or ``"float32_blocked"``, as in `lipkit.certify`; None is the format of
             the network, and float64 where torch's settings break float32 (`lipkit.certificates.evaluators`).
         batch: boxes that are bounded at once.
 

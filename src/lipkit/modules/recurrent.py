@@ -9,6 +9,7 @@ however long the sequence is. An output is off by at most :math:`\sqrt\gamma\, a
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import operator
@@ -267,6 +268,7 @@ def _rounding(module: Recurrent, input_shape: Shape, arithmetic: Arithmetic) -> 
     rows, b = torch.cat(module.system()[0].rows()), module.bias
 
     def rules(machine: Arithmetic) -> list[RoundingError]:
+        machine = dataclasses.replace(machine, block=None)  # evaluators in blocks leave this module as it is
         none = exact(module, input_shape, machine)
         v, s, o = (
             local_error(linear(m, c), (rows.shape[1],), machine) if len(c) else none

@@ -186,6 +186,7 @@ def _spread_error(module: SpreadConv2d, input_shape: Shape, arithmetic: Arithmet
             terms,
             outputs,
             machine,
+            blocked=False,
         )
 
     spreading = functools.partial(circular_conv2d, kernel=module.weight, bias=module.bias)

@@ -142,17 +142,30 @@ class Arithmetic:
         unit: u, the largest relative error of one operation.
         tiny: the smallest normal number.
         largest: the largest finite number.
+        block: inner products are summed in blocks of this many terms and the blocks pairwise; None for any order.
         stored: how often a stored number is rounded before it is used.
     """
 
     unit: float
     tiny: float
     largest: float
+    block: int | None = None
     stored: int = 0
 
     def gamma(self, operations: float) -> float:
         """Bound of the relative error of ``operations`` chained operations; ``inf`` if none exists."""
         return gamma(operations, self.unit)
+
+    def depth(self, terms: int) -> int:
+        """The largest number of roundings that one term of an inner product passes: its product and its additions.
+
+        >>> import dataclasses
+        >>> FLOAT32.depth(1024), dataclasses.replace(FLOAT32, block=32).depth(1024)
+        (1024, 37)
+        """
+        if self.block is None or terms <= self.block:
+            return terms
+        return self.block + math.ceil(math.log2(math.ceil(terms / self.block)))
 
     @property
     def room(self) -> float:

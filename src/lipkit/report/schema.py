@@ -88,7 +88,7 @@ class RoundingRecord(_Model):
     rounding: str
     evaluator: str
     dtype: str
-    block: None = None  # in older records: no sums in blocks
+    block: int | None  # terms that are summed at a time
     device: str
     torch: str  # its version
     settings: dict[str, str]  # arithmetic settings of torch

@@ -105,7 +105,7 @@ def rounding(found: RoundingRecord) -> str:
     """One sentence that tells whether certificates include rounding errors."""
     if found.rounding != "sound":
         return "certified for real arithmetic, rounding errors ignored"
-    return f"certified for {found.evaluator} evaluation, rounding errors included"
+    return f"certified for {found.evaluator.replace('_', ' ')} evaluation, rounding errors included"
 
 
 def latency(found: Latency) -> str:
