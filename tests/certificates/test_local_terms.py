@@ -184,7 +184,7 @@ def machine(net: modules.Network, x: Any) -> Case:
     wide = any(not torch.equal(t.float().double(), t) for t in plain.state_dict().values())
     x = torch.as_tensor(x, dtype=torch.float32).reshape(-1, *net.input_shape)
     computed = copy.deepcopy(net).float()(x).double().flatten(1)
-    arithmetic = dataclasses.replace(FLOAT32, rounds_weights=wide)
+    arithmetic = dataclasses.replace(FLOAT32, stored=int(wide))
 
     def holds(m: Any) -> bool:
         for point, values in zip(x, computed.tolist(), strict=True):
@@ -326,14 +326,13 @@ both = graph(modules.Concatenate(1), sources=[[0, 0]])
 TERMS: list[tuple[str, str, str, str, Case]] = [
     ("products", "local", "error = (FLOAT64.gamma(node.terms + 2) if node.terms else 0.0) * sums", "error = 0 * sums",
      map_of(lambda f: network(dense([[w] for w in f])), 5)),
-    ("their number", "circuit", "            module.out_features,\n            None if",
-     "            0,\n            None if",
+    ("their number", "circuit", "F.linear(h, size), module.out_features, bias", "F.linear(h, size), 0, bias",
      map_of(lambda f: network(dense([[w] for w in f])), 5)),
-    ("products of convolutions", "circuit", "Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise)",
-     "Linear(out, adjoint, lambda h: ahead(h, size), 0, bias, noise)", map_of(conv_of, 5)),
+    ("products of convolutions", "circuit", "out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise",
+     "out, adjoint, lambda h: ahead(h, size), 0, bias, noise", map_of(conv_of, 5)),
     ("products of transposed ones", "circuit",
-     "Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise)",
-     "Linear(out, adjoint, lambda h: ahead(h, size), 0, bias, noise)", map_of(turned_of, 5)),
+     "out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise",
+     "out, adjoint, lambda h: ahead(h, size), 0, bias, noise", map_of(turned_of, 5)),
     ("products of averages", "circuit", "_by_gradient(module, shape), moduli, terms + 8, None",
      "_by_gradient(module, shape), moduli, 0, None",
      map_of(lambda f: network(nn.AvgPool2d(3, 1, 1), inputs=(1, 2, 2)), 4, Fraction(1, 9))),
@@ -368,18 +367,18 @@ TERMS: list[tuple[str, str, str, str, Case]] = [
     ("ends outward", "local", "low, high = next_down(x - self.wide), next_up(x + self.wide)",
      "low, high = x - self.wide, x + self.wide", moves),
     ("the machine's products", "local", "return gamma * sums + floor", "return 0 * sums + floor", at_the_edge(False)),
-    ("the machine's bias", "circuit", "return Noise(depth + 1 + arithmetic.stored",
-     "return Noise(depth + arithmetic.stored", at_the_edge(False)),
-    ("weights that are stored wider", "circuit", "return Noise(depth + 1 + arithmetic.stored", "return Noise(depth + 1",
+    ("the machine's bias", "circuit", "return Noise(terms + 1 + circuit.stored",
+     "return Noise(terms + circuit.stored", at_the_edge(False)),
+    ("weights that are stored wider", "circuit", "return Noise(terms + 1 + circuit.stored", "return Noise(terms + 1",
      at_the_edge(True)),
-    ("the machine's scaling", "circuit", "else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)", "else None",
+    ("the machine's scaling", "circuit", "Noise(3 + 2 * circuit.stored, 8, 2.0, size)", "None",
      single(modules.Affine(POINTS[0], POINTS[1]), inputs=2)),
     ("the machine's sums", "circuit", "Noise(len(values) - 1, len(values), 2.0)", "None",
      machine(graph(*apart, modules.Add(1, -1), sources=[[0], [0], [1, 2]], inputs=2), POINTS)),
     ("the machine's residual", "circuit", "Noise(1, 2, 2.0)", "None", machine(network(residual), POINTS[:, :1])),
     ("the machine's blend", "circuit", "Noise(depth, 8, 2.0, size)", "None",
      machine(graph(*apart, modules.Blend(torch.tensor(0.3)), sources=[[0], [0], [1, 2]], inputs=2), POINTS)),
-    ("the machine's averages", "circuit", "else Noise(terms + 8, terms + 8, float(max(terms, most) + 4))", "else None",
+    ("the machine's averages", "circuit", "Noise(terms + 8, terms + 8, float(max(terms, most) + 4))", "None",
      single(nn.AvgPool2d(3), inputs=(1, 3, 3))),
     ("the machine's activation", "local", "noise, peak = node.noise(given[0])", "_, peak = node.noise(given[0])",
      single(nn.Tanh(), inputs=1, count=2)),

@@ -270,7 +270,7 @@ def test_both_accuracies_from_one_certificate() -> None:
     assert found.accuracy(between, rounding="ignore") == 0.1
     with pytest.raises(OptionError, match="expected a certificate with rounding='sound'"):
         certify(network, x, y, rounding="ignore").accuracy(0.1, rounding="sound")
-    with pytest.raises(OptionError, match="expected 'sound' or 'ignore', got 'none'"):
+    with pytest.raises(OptionError, match="expected one of sound, ignore, got 'none'"):
         found.accuracy(0.1, rounding="none")
 
 
@@ -426,7 +426,7 @@ def test_a_certificate_of_another_torch_is_not_printed() -> None:
 
 def test_unknown_names_are_refused() -> None:
     network, x, y = convolutional()
-    with pytest.raises(OptionError, match="rounding: expected 'sound' or 'ignore', got 'up'"):
+    with pytest.raises(OptionError, match="rounding: expected one of sound, ignore, got 'up'"):
         certify(network, x, y, rounding="up")
     with pytest.raises(OptionError, match="expected one of float64, float32, float32_blocked, integer, got 'bfloat16'"):
         certify(network, x, y, evaluator="bfloat16")

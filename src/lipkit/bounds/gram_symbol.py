@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipkit.conv.block import half_autocorrelation, half_lags
 from lipkit.conv.spectrum import angles
-from lipkit.proof.roundoff import UNIT, gamma
+from lipkit.proof.roundoff import FLOAT32, UNIT, gamma
 
 # Size of the matrices formed at once.
 _CHUNK_BYTES = 1 << 24
@@ -22,7 +22,6 @@ _CHUNK_BYTES = 1 << 24
 _SMALL = 8
 # From this side on, a first test in float32 pays.
 _SINGLE_FROM = 24
-UNIT_SINGLE = 2.0**-24
 # Below this size a call of LAPACK costs more than the factorisation itself, so torch factorises the batch in one call.
 _PACKED_FROM = 16
 
@@ -119,7 +118,7 @@ class GramSymbol:
                 multiples of 2 pi / ``periods``, the number of points per turn of each axis.
             room: expected relative gap between the level and most norms; float32 is used if its rounding is smaller.
         """
-        loss = float(cholesky_error(self.side, UNIT_SINGLE).sum())
+        loss = float(cholesky_error(self.side, FLOAT32.unit).sum())
         if self.side < _SINGLE_FROM or self._table.device.type != "cpu" or loss > 0.7 * room:
             return self._test(cells, periods, level, self._table)
         proved = self._test(cells, periods, level, self.single_table)
@@ -134,7 +133,7 @@ class GramSymbol:
     def _test(self, cells: Tensor, periods: tuple[int, int], level: float, table: Tensor) -> Tensor:
         """`below`, computed in the dtype of the coefficients ``table``: its rounding is subtracted from the level."""
         single = table.dtype == torch.float32
-        unit, error = UNIT_SINGLE if single else UNIT, self.error
+        unit, error = FLOAT32.unit if single else UNIT, self.error
         if single:  # each entry is a sum of 2 L rounded products of rounded factors; then the shift rounds
             error += self.spread * 4 * (table.shape[1] + 8) * unit + 4 * unit * level + 1e-25
         level = (level - error) * (1 - 16 * UNIT)

@@ -20,18 +20,17 @@ Journal on Optimization 2 (1992), for its second-order term. Using rank two and 
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipkit.bounds.lmi import couplings, gain_bound, lmi_matrix
-from lipkit.errors import OptionError, ShapeError
+from lipkit.errors import OptionError
 from lipkit.proof.norms import spectral_norms
-from lipkit.proof.roundoff import product, to_double, up
+from lipkit.proof.roundoff import product, size, to_double, up
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -77,13 +76,16 @@ _SMALLEST = 2.0**-120
 
 
 def _reduced(weights: list[Tensor]) -> list[Tensor]:
-    """Smaller weights with the same gains: W_0 with fewer columns, W_L with fewer rows, equal W_0 W_0^T, W_L^T W_L."""
-    first, *between, last = weights
-    if first.shape[1] > first.shape[0]:
-        first = torch.linalg.qr(first.mT, mode="r").R.mT
+    """Weights with fewer columns for x and fewer rows for y, but the same Gram matrices: the LMI has the same gains."""
+    last, inputs = weights[-1], weights[0].shape[1]
     if last.shape[0] > last.shape[1]:
-        last = torch.linalg.qr(last, mode="r").R
-    return [first, *between, last]
+        weights = [*weights[:-1], torch.linalg.qr(last, mode="r").R]
+    places = [inputs, *(inputs if len(a) < b.shape[1] else 0 for a, b in pairwise(weights))]  # columns that read x
+    reads = [w[:, :place] for w, place in zip(weights, places, strict=True) if place]
+    if inputs <= sum(map(len, reads)):
+        return weights
+    fewer = iter(torch.linalg.qr(torch.cat(reads).mT, mode="r").R.mT.split([*map(len, reads)]))
+    return [torch.cat((next(fewer), w[:, k:]), 1) if k else w for w, k in zip(weights, places, strict=True)]
 
 
 class GainProgram:
@@ -231,35 +233,63 @@ def repaired(
     return math.inf, list(safe)
 
 
-def minimise_gain(weights: Sequence[Tensor], errors: Sequence[Tensor] = ()) -> tuple[float, list[Tensor], int]:
+def minimise_gain(
+    weights: Sequence[Tensor], errors: Sequence[Tensor] = (), accuracy: float = 1e-5
+) -> tuple[float, list[Tensor], int]:
     """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
-    `lipkit.bounds.lmi.proves_gain` has proved the gain, or the gain is the product of the layers' norms, rounded up.
-    Arguments are those of `proves_gain`, but a weight reads the layer before it only.
+    `lipkit.bounds.lmi.proves_gain` has proved the gain. Where each weight reads the layer before only, it is never
+    above the product of the layers' norms, rounded up; else it is inf if nothing is proved.
+    Arguments are those of `proves_gain`; the search ends at a relative ``accuracy``.
 
     Guarantee:
         Upper bound of the l2 gain for any activations with slopes in [0, 1], in exact arithmetic on these weights.
     """
-    weights = [to_double(w.detach()).cpu() for w in weights]
-    if any(b.shape[1] != len(a) for a, b in pairwise(weights)):  # the norms would prove nothing of others
-        raise ShapeError(f"weights: expected each to read the layer before, got {[tuple(w.shape) for w in weights]}")
+    weights, errors = [to_double(w.detach()).cpu() for w in weights], [e.cpu() for e in errors]
     if not all(bool(torch.isfinite(w).all()) for w in weights):
         raise OptionError("weights: expected finite numbers, got NaN or infinity")
-    norms = [float(spectral_norms(w)) for w in weights]
-    for k, e in enumerate(errors):  # bounded by their sums: squares could underflow
-        norms[k] = float(up(norms[k] + e.sum(), e.numel() + 1)) if bool(e.any()) else norms[k]
-    bound = product(*norms)
-    if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST or len(weights) == 1:
-        # Multipliers for such weights leave the range of float64, and the product of the norms is proved already.
-        return bound, [torch.ones(w.shape[0], dtype=torch.float64) for w in weights[:-1]], 0
-    # With all norms 1, gamma = lambda = 1 is feasible, and every larger gamma strictly.
-    program = GainProgram(_reduced([w / s for w, s in zip(weights, norms, strict=True)]))
-    x = torch.ones(1 + sum(program.widths), dtype=torch.float64)
-    x[0] = 1.1
-    x, steps = program.minimum(x)
-    # The scalars prod_j s_j / prod_{j <= k} s_j^2 turn multipliers of unit weights into those of weights of norms s_k.
-    scalars = [math.prod(norms) / total for total in accumulate((s * s for s in norms[:-1]), operator.mul)]
-    safe = [torch.full((w.shape[0],), t, dtype=torch.float64) for w, t in zip(weights, scalars, strict=False)]
-    found = [m * t for m, t in zip(x[1:].split(program.widths), scalars, strict=True)]
-    gain, proved = repaired(weights, found, safe, [e.cpu() for e in errors])
-    return (gain, proved, steps) if gain <= bound else (bound, safe, steps)
+    bound, failed = math.inf, list[Tensor]()
+    if all(b.shape[1] == len(a) for a, b in pairwise(weights)):
+        norms = [float(spectral_norms(w)) for w in weights]
+        for k, e in enumerate(errors):
+            if bool(e.any()):
+                off = torch.minimum(up(e.sum(), e.numel()), size(e[None])[0])  # of tiny ones, squares underflow
+                norms[k] = float(up(norms[k] + off, 1))
+        bound, failed = product(*norms), [torch.ones(len(w), dtype=torch.float64) for w in weights[:-1]]
+        # Multipliers for weights of other norms leave the range of float64.
+        if min(norms) < _SMALLEST or not max(norms) < 1 / _SMALLEST:
+            return bound, failed, 0
+    if len(weights) == 1:
+        return bound, failed, 0
+    gain, start = _feasible(weights)
+    # The last weight is divided by this gain, which must be a normal number.
+    if not (1e-100 < gain < 1e100 and 1e-200 < min(start) <= max(start) < 1e200):
+        return bound, failed, 0
+    safe = [torch.full((len(w),), value / gain, dtype=torch.float64) for w, value in zip(weights, start, strict=False)]
+    program = GainProgram(_reduced([*weights[:-1], weights[-1] / gain]))
+    x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *(values / gain for values in safe)))
+    if not program.inside(x):  # rounding can spoil the start
+        return bound, failed, 0
+    x, steps = program.minimum(x, accuracy)
+    found, proved = repaired(weights, list((x[1:] * gain).split(program.widths)), safe, errors)
+    return (found, proved, steps) if found <= bound else (bound, safe, steps)
+
+
+def _feasible(weights: Sequence[Tensor]) -> tuple[float, list[float]]:
+    r"""A gain g, and for the multipliers of each layer a number t_k, such that t_k / g is feasible: from all paths.
+
+    In the form of H, the units of layer k, :math:`z_k = \sum_j W_{kj} v_j`, cost at most
+    :math:`t_k\, c_k \sum_j \|W_{kj}\|^2 \|v_j\|^2`, where :math:`c_k` of the :math:`W_{kj}` are not 0, and y the same
+    with :math:`t = 1`. So it is enough that each :math:`v_j` has more than all that reads it.
+    """
+    sizes = [weights[0].shape[1], *map(len, weights[:-1])]
+    squares = list[list[float]]()  # of each layer, for each value before it
+    for k, w in enumerate(weights):
+        blocks = [w] if w.shape[1] == sizes[k] else w.split(sizes[: k + 1], 1)  # the layer before, or all values
+        norms = [float(torch.linalg.matrix_norm(block, 2)) if block.any() else 0.0 for block in blocks]
+        squares.append([0.0] * (k + 1 - len(norms)) + [sum(n > 0 for n in norms) * n * n for n in norms])
+    totals = [1.0]  # of the layers from the last one on, y first
+    for j in range(len(sizes) - 1, -1, -1):
+        readers = [squares[k][j] for k in range(len(squares) - 1, j - 1, -1)]
+        totals.append(1.1 * sum(t * s for t, s in zip(totals, readers, strict=True)) or 1e-9 * totals[-1])
+    return math.sqrt(totals[-1]), totals[-2:0:-1]

@@ -1,7 +1,5 @@
 r"""Certificates of an exported network: radii from bounds recomputed in float64 on its own numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from lipkit import modules
 from lipkit.certificates import margins
-from lipkit.certificates.evaluators import Evaluator, check_rounding, inner_products_only
+from lipkit.certificates.evaluators import ROUNDINGS, Evaluator, inner_products_only
 from lipkit.certificates.intervals import check_radii
 from lipkit.certificates.local import Bounds
 from lipkit.certificates.measurement import Proof, Samples, as_tensor, check_inputs, measure
@@ -87,7 +85,8 @@ class Certificate(Shown):
         given: Any = eps
         if not ((isinstance(given, Real) or getattr(given, "ndim", None) == 0) and given >= 0):
             raise OptionError(f"expected one radius >= 0, such as 36 / 255, got {eps!r}")
-        wanted = self.rounding if rounding is None else check_rounding(rounding)
+        wanted = self.rounding if rounding is None else rounding
+        check_choice("rounding", wanted, ROUNDINGS)
         if wanted == "sound" and self.rounding != "sound":
             raise OptionError("expected a certificate with rounding='sound', got one with rounding='ignore'")
         return self.correct & ((self.radius_ignored if wanted == "ignore" else self.radius) > eps)

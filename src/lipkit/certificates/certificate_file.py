@@ -8,8 +8,6 @@ Numbers are written so that they read back exactly; infinity is the string "Infi
 believed: `lipkit.certificates.certificate_file.verify` proves every radius again from the network and the data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import hashlib

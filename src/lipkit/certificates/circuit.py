@@ -8,8 +8,6 @@ A linear map is stored as its adjoint, a map that gives :math:`|W| h`, and its b
 as inner products of a known number of terms in any order.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -33,8 +31,8 @@ from lipkit.modules.normalization import LayerCenter
 from lipkit.modules.pooling import Mean, pair, window_terms
 from lipkit.modules.registry import Shape, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
-from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d
-from lipkit.proof.roundoff import FLOAT64, Arithmetic, grow
+from lipkit.modules.views import EnlargeBilinear, Expand, Pad, Permute, Piece, Reshape, Roll, Shift2d, numbered
+from lipkit.proof.roundoff import Arithmetic, grow
 
 
 class Noise(NamedTuple):
@@ -142,6 +140,11 @@ class Circuit:
         """True if some module has no rule here, and so became a `Leaf`."""
         return any(isinstance(node, Leaf) for node in self.nodes)
 
+    @property
+    def stored(self) -> int:
+        """How often the evaluator rounds a stored number before it uses it."""
+        return 0 if self.arithmetic is None else self.arithmetic.stored
+
     def _add(self, node: Node, sources: Sequence[int], shape: Shape) -> int:
         self.nodes.append(node)
         self.sources.append(tuple(sources))
@@ -243,40 +246,26 @@ def _noise_of(module: nn.Module, arithmetic: Arithmetic) -> Callable[[Tensor], t
     return noise
 
 
-def _positions(shape: Shape) -> Tensor:
-    """The number of each entry of a sample, 1, 2, ..., as a batch of one."""
-    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device="cpu").reshape(1, *shape)
-
-
 @circuit_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d, Expand)
 def _moves(circuit: Circuit, module: nn.Module, value: int) -> int:
     # The module moves the numbers of the entries, 1, 2, ..., exactly: they show where each entry goes.
-    return circuit.select(value, module(_positions(circuit.shapes[value]))[0].long())
+    return circuit.select(value, module(numbered(circuit.shapes[value]))[0].long())
 
 
 @circuit_rule(nn.Linear)
 def _dense(circuit: Circuit, module: nn.Linear, value: int) -> int:
     weight, size = module.weight.detach(), module.weight.detach().abs()
     shape = (*circuit.shapes[value][:-1], module.out_features)
-    return circuit.linear(
-        value,
-        Linear(
-            shape,
-            lambda a: a @ weight,
-            lambda h: F.linear(h, size),
-            module.out_features,
-            None if module.bias is None else module.bias.detach().expand(shape),
-            inner_products(circuit.arithmetic, module.in_features, size),
-        ),
-    )
+    bias = None if module.bias is None else module.bias.detach().expand(shape)
+    noise = inner_products(circuit, module.in_features, size)
+    made = Linear(shape, lambda a: a @ weight, lambda h: F.linear(h, size), module.out_features, bias, noise)
+    return circuit.linear(value, made)
 
 
-def inner_products(arithmetic: Arithmetic | None, terms: int, weight: Tensor, blocked: bool = True) -> Noise | None:
+def inner_products(circuit: Circuit, terms: int, weight: Tensor, blocked: bool = True) -> Noise:
     """Rounding errors of inner products of ``terms`` terms and a bias; ``blocked`` if the sums may run in blocks."""
-    if arithmetic is None:
-        return None
-    depth = arithmetic.depth(terms) if blocked else terms
-    return Noise(depth + 1 + arithmetic.stored, terms, 1.0, weight)  # + 1 for the bias
+    depth = circuit.arithmetic.depth(terms) if blocked and circuit.arithmetic is not None else terms
+    return Noise(depth + 1 + circuit.stored, terms, 1.0, weight)  # + 1 for the bias
 
 
 @circuit_rule(nn.Conv2d, nn.ConvTranspose2d)
@@ -288,7 +277,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     if not turned and (module.padding_mode != "zeros" or isinstance(padding, str)):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         border = list(module._reversed_padding_repeated_twice)
-        padded = F.pad(_positions(circuit.shapes[value]), border, mode=mode)
+        padded = F.pad(numbered(circuit.shapes[value]), border, mode=mode)
         value, padding = circuit.select(value, padded[0].long()), (0, 0)
     into = circuit.shapes[value]
     options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": groups}
@@ -303,7 +292,7 @@ def _convolution(circuit: Circuit, module: Any, value: int) -> int:
     counts = module.in_channels // groups * taps, module.out_channels // groups * taps
     bias = None if module.bias is None else module.bias.detach()[:, None, None].expand(out)
     # The blocked evaluator sums only these in blocks.
-    noise = inner_products(circuit.arithmetic, counts[0], size, type(module) is nn.Conv2d and groups == 1)
+    noise = inner_products(circuit, counts[0], size, type(module) is nn.Conv2d and groups == 1)
     return circuit.linear(value, Linear(out, adjoint, lambda h: ahead(h, size), counts[1], bias, noise))
 
 
@@ -329,7 +318,7 @@ def _averages(circuit: Circuit, module: Any, value: int) -> int:
     else:
         terms = 4 * module.rows * module.cols if type(module) is EnlargeBilinear else window_terms(module, shape)
     moduli = (lambda h: h + h.mean(module.dims, keepdim=True)) if centred else (lambda h: module(h).abs())
-    noise = None if circuit.arithmetic is None else Noise(terms + 8, terms + 8, float(max(terms, most) + 4))
+    noise = Noise(terms + 8, terms + 8, float(max(terms, most) + 4))
     return circuit.linear(value, Linear(out, _by_gradient(module, shape), moduli, terms + 8, None, noise))
 
 
@@ -340,7 +329,7 @@ def _scaled(circuit: Circuit, module: Affine, value: int) -> int:
     scale, shift = (t.detach().reshape(*t.shape, *rest) for t in (module.scale, module.shift))
     size = scale.abs()
     # A product and a sum, with one to spare, and the rounding of the stored scale and shift.
-    noise = None if circuit.arithmetic is None else Noise(3 + 2 * circuit.arithmetic.stored, 8, 2.0, size)
+    noise = Noise(3 + 2 * circuit.stored, 8, 2.0, size)
     linear = Linear(shape, lambda a: a * scale, lambda h: h * size, 1, shift.expand(shape), noise)
     return circuit.linear(value, linear)
 
@@ -375,20 +364,19 @@ def _sum(circuit: Circuit, module: Add, *values: int) -> int:
 @circuit_rule(Blend)
 def _blend(circuit: Circuit, module: Blend, *values: int) -> int:
     share = float(module.share.detach().double())
-    arithmetic = circuit.arithmetic or FLOAT64
     rest = 1 - share
     # A rounded share is off by u |share|, that is by u ratio of the rest; one below the normal range counts as 0.
     ratio = abs(share / rest) if rest else 0.0
     if not ratio <= 1e6:
         raise NoRuleError(f"local bounds: expected a Blend with |s / (1 - s)| of at most 1e6, got s = {share}")
-    depth = 4 + arithmetic.stored * (2 + math.ceil(ratio))  # 1 - share, two products, one sum
+    depth = 4 + circuit.stored * (2 + math.ceil(ratio))  # 1 - share, two products, one sum
     size = torch.tensor([abs(share), abs(rest)], dtype=torch.float64)
     return circuit.total(values, (share, rest), Noise(depth, 8, 2.0, size))
 
 
 @circuit_rule(MaxMin, GroupSort)
 def _pairs(circuit: Circuit, module: MaxMin | GroupSort, value: int) -> int:
-    shape, grid = circuit.shapes[value], _positions(circuit.shapes[value])[0].long()
+    shape, grid = circuit.shapes[value], numbered(circuit.shapes[value])[0].long()
     if isinstance(module, GroupSort) and (module.group_size or shape[0]) != 2:
         raise NoRuleError(f"local bounds: expected groups of 2, got {module}")
     halves = grid.chunk(2) if isinstance(module, MaxMin) else (grid[::2], grid[1::2])
@@ -412,7 +400,7 @@ def _max_pool(circuit: Circuit, module: nn.MaxPool2d, value: int) -> int:
     out, border = output_shape(module, shape), list[int]()
     for n, size, k, s, p, d in zip(out[-2:], shape[-2:], kernel, stride, padding, dilation, strict=True):
         border = [p, (n - 1) * s + (k - 1) * d + 1 - size - p, *border]  # below 0: no window has these entries
-    grid = F.pad(_positions(shape).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
+    grid = F.pad(numbered(shape).reshape(-1, 1, *shape[-2:]), border)  # 0 beyond the image
     windows = F.unfold(grid, kernel, dilation, stride=stride)  # (C, taps, places)
     # Taps beyond the border repeat one that the window has.
     index = torch.where(windows > 0, windows, windows.amax(1, keepdim=True)).long()

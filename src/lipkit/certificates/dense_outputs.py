@@ -11,8 +11,6 @@ constant :math:`L_b`, gives :math:`e = \min_i m_i^2 / \|w_t - w_i\|^2` and the b
 the better of both counts. Yes-or-no labels at one position read the same features: each has the whole budget.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

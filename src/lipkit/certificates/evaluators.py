@@ -6,8 +6,6 @@ break the model (products in TF32 or bfloat16, autocast, algorithms that are not
 fast Fourier transform) are refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -24,6 +22,7 @@ from lipkit.modules.dense import BLOCK, blocked
 from lipkit.proof.roundoff import FLOAT64, Arithmetic, arithmetic_of
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float32_blocked": torch.float32, "integer": torch.int32}
+ROUNDINGS = ("sound", "ignore")
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d, modules.TaylorConv2d)
 
 
@@ -73,7 +72,8 @@ def evaluator(
 ) -> Evaluator:
     """The evaluator of this name, ``"real"`` if rounding is ignored; refuses settings of torch that break its model."""
     kind = torch.device(device).type
-    if check_rounding(rounding) == "ignore":
+    check_choice("rounding", rounding, ROUNDINGS)
+    if rounding == "ignore":
         if name != "float64":
             raise OptionError(f"expected rounding='sound' for the evaluator {name!r}, got 'ignore', which knows none")
         return Evaluator("real", "real", None, kind, torch.__version__, {})
@@ -94,7 +94,7 @@ def arithmetic(name: str, network: nn.Module) -> Arithmetic:
         for t in (*network.parameters(), *network.buffers())
         if t.is_floating_point()
     )
-    return dataclasses.replace(found, block=BLOCK if name.endswith("blocked") else None, rounds_weights=wider)
+    return dataclasses.replace(found, block=BLOCK if name.endswith("blocked") else None, stored=int(wider))
 
 
 def machine(network: modules.Network, name: str) -> modules.Network:
@@ -170,13 +170,6 @@ def _shares_windows(module: nn.Module) -> bool:
     if type(module) is nn.Conv2d:
         return windows_overlap(module)
     return not isinstance(module, modules.FourierConv2d)
-
-
-def check_rounding(rounding: str) -> str:
-    """Return ``rounding``; raise unless it is ``"sound"`` or ``"ignore"``."""
-    if rounding not in ("sound", "ignore"):
-        raise OptionError(f"rounding: expected 'sound' or 'ignore', got {rounding!r}")
-    return rounding
 
 
 def _sound_settings(name: str, kind: str, network: nn.Module | None) -> dict[str, str]:

@@ -4,8 +4,6 @@ An entry dy_i / dx_j of the derivative has two bounds: the LMI of `lipkit.certif
 alone, and :math:`W_L D_L \cdots D_1 W_0` with intervals of slopes D.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

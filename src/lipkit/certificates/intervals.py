@@ -1,7 +1,5 @@
 """Fractions of a finite test set, with exact binomial confidence intervals."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

@@ -5,8 +5,6 @@ and inside a `Graph`. Linear modules between two activations count as one layer:
 rounding is inside the proof. All other modules keep their constants.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import itertools
@@ -138,7 +136,7 @@ def _solved(network: Network, units: int | None) -> list[tuple[dict[int, Tensor]
     if any(run.units > most for run in runs):  # dense layers alone, and each branch by itself
         runs = slope_runs(network, candidates=True, branches=False)
     for run in (run for run in runs if run.branches):
-        _, diagonals, steps = least_gain(run.read_all())
+        _, diagonals, steps = least_gain([*zip(run.weights, run.errors, strict=True)])
         if not diagonals:
             runs, found = slope_runs(network, candidates=True, branches=False), []
             break

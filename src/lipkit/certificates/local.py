@@ -27,8 +27,6 @@ activation functions", NeurIPS 2018 (the lines); Weng et al., "Towards fast comp
 ReLU networks", ICML 2018.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

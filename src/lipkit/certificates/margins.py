@@ -23,8 +23,6 @@ error :math:`e_{ti}(s) = a_{ti} + b_{ti} s` of the machine anywhere in the ball,
 certifies the open ball. The radius is cut where a number on the way could overflow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Proved constants of a network and its float64 outputs at the samples, from which every certificate is made."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

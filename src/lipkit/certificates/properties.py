@@ -17,8 +17,6 @@ That an output is monotone in an input follows from the signs of the stored weig
 through activations that do not decrease (`ReLU`, `tanh`, `MaxMin`, ...). No number is rounded: a sign is exact.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

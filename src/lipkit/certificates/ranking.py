@@ -5,8 +5,6 @@ A score of constant L changes by at most :math:`L\varepsilon`, so a pair keeps i
 pairs is the smallest AUROC that these intervals of scores allow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

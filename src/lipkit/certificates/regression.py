@@ -4,8 +4,6 @@ For an L-Lipschitz network ``||f(x + d) - f(x)|| <= L ||d||``; output j alone mo
 constant ``K_j <= L`` of its own. Both hold at every input, not only at the samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

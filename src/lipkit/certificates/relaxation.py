@@ -11,8 +11,6 @@ for any z0 in it (a tangent); the maximum is bounded in the same way. If only sl
 .. math:: |s(z) - s(m) - \tfrac{p + q}2 (z - m)| \le \tfrac{(q - p)(u - l)}4 .
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipkit.bounds.lmi import gain_bound
-from lipkit.bounds.lmi_solver import GainProgram, repaired
+from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.certificates.relaxation import curve_of, derivative, least_slope
 from lipkit.lowering import lipschitz
 from lipkit.modules.registry import Shape
@@ -61,7 +60,8 @@ class Value(NamedTuple):
     def linear(self, weight: Tensor, shift: Tensor) -> Value:
         """Behind a linear layer: a matrix, or the diagonal of one."""
         parts = composed(weight, self.map), composed(weight, self.jacobian)
-        return Value(*parts, _moved(weight, shift, *self.reach), _moved(weight, shift, *self.point))
+        intervals = (composed(weight, (a[:, None], e[:, None])) for a, e in (self.reach, self.point))
+        return Value(*parts, *(_shifted(interval, shift) for interval in intervals))
 
     def full(self) -> Value:
         """This value with a matrix as its map, and as its jacobian."""
@@ -145,9 +145,7 @@ class Run:
             shift = module(*(torch.zeros(1, *size, dtype=torch.float64) for size in shapes)).flatten()
 
             def shifted(parts: Sequence[Part]) -> Part:
-                found, error = mapped(act, [(a[:, None], e[:, None]) for a, e in parts], shapes)
-                y = found[:, 0] + shift
-                return y, up(error[:, 0] + 2 * UNIT * y.abs(), 3)  # the shift is added in one rounding
+                return _shifted(mapped(act, [(a[:, None], e[:, None]) for a, e in parts], shapes), shift)
 
             maps = [widened(v.map, self.inputs + self.units) for v in given if v.map is not None]
             jacobians = [v.jacobian for v in given if v.jacobian is not None]
@@ -176,61 +174,12 @@ class Run:
 
 
 def least_gain(parts: Sequence[Part], accuracy: float = 1e-5) -> tuple[float, list[Tensor], int]:
-    """Nearly the least gain that the LMI of weights, which read all values before, proves; multipliers; Newton steps.
-
-    It is inf, and there are none, for a matrix that is too large, or has numbers at the ends of float64.
-    """
-    weights, errors = [weight for weight, _ in parts], [error for _, error in parts]
-    if not parts or weights[-1].shape[1] + len(weights[-1]) > MOST_ROWS:
+    """`minimise_gain` of weights with their errors; inf for none, for too large a matrix, or numbers not finite."""
+    finite = all(bool(m.isfinite().all()) for part in parts for m in part)
+    if not parts or not finite or parts[-1][0].shape[1] + len(parts[-1][0]) > MOST_ROWS:
         return math.inf, [], 0
-    if not all(bool(m.isfinite().all()) for m in (*weights, *errors)):
-        return math.inf, [], 0
-    if len(weights) == 1:  # no activation: the norm of one matrix
-        return gain_bound(weights, [], errors), [], 0
-    inputs = weights[0].shape[1]
-    gain, start = _feasible(weights, inputs)
-    # The last weight is divided by this gain, which must be a normal number.
-    if not (1e-100 < gain < 1e100 and 1e-200 < min(start) <= max(start) < 1e200):
-        return math.inf, [], 0
-    safe = [torch.full((len(w),), value / gain, dtype=torch.float64) for w, value in zip(weights, start, strict=False)]
-    program = GainProgram(_fewer_inputs([*weights[:-1], weights[-1] / gain], inputs))
-    x = torch.cat((torch.tensor([1.1], dtype=torch.float64), *(values / gain for values in safe)))
-    if not program.inside(x):  # rounding can spoil the start
-        return math.inf, [], 0
-    x, steps = program.minimum(x, accuracy)
-    found = list((x[1:] * gain).split(list(map(len, safe))))
-    return *repaired(weights, found, safe, errors), steps
-
-
-def _feasible(weights: Sequence[Tensor], inputs: int) -> tuple[float, list[float]]:
-    r"""A gain g, and for the multipliers of each layer a number t_k, such that t_k / g is feasible: from all paths.
-
-    In the form of H, the units of layer k, :math:`z_k = \sum_j W_{kj} v_j`, cost at most
-    :math:`t_k\, c_k \sum_j \|W_{kj}\|^2 \|v_j\|^2`, where :math:`c_k` of the :math:`W_{kj}` are not 0, and y the same
-    with :math:`t = 1`. So it is enough that each :math:`v_j` has more than all that reads it.
-    """
-    sizes = [inputs, *map(len, weights[:-1])]
-    squares = list[list[float]]()  # of each layer, for each value before it
-    for w in weights:
-        norms = [
-            float(torch.linalg.matrix_norm(block, 2)) if block.any() else 0.0
-            for block in w.split(sizes[: len(squares) + 1], 1)
-        ]
-        squares.append([sum(n > 0 for n in norms) * n * n for n in norms])
-    totals = [1.0]  # of the layers from the last one on, y first
-    for j in range(len(sizes) - 1, -1, -1):
-        readers = [squares[k][j] for k in range(len(squares) - 1, j - 1, -1)]
-        totals.append(1.1 * sum(t * s for t, s in zip(totals, readers, strict=True)) or 1e-9 * totals[-1])
-    return math.sqrt(totals[-1]), totals[-2:0:-1]
-
-
-def _fewer_inputs(weights: list[Tensor], inputs: int) -> list[Tensor]:
-    """The weights with fewer columns for x but the same Gram matrix of rows, so the LMI has the same gains."""
-    rows = torch.cat([w[:, :inputs] for w in weights])
-    if inputs > len(rows):  # a square root of the Gram matrix is smaller
-        parts = torch.linalg.qr(rows.mT, mode="r").R.mT.split([len(w) for w in weights])
-        weights = [torch.cat((part, w[:, inputs:]), 1) for part, w in zip(parts, weights, strict=True)]
-    return weights
+    weights, errors = zip(*parts, strict=True)
+    return minimise_gain(weights, errors, accuracy)
 
 
 def around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,12 +192,10 @@ def around(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return centre, torch.where(finite, radius, math.inf)
 
 
-def _moved(weight: Tensor, shift: Tensor, centre: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and radius of the intervals after a linear layer; the radius includes rounding."""
-    value, error = composed(weight, (centre[:, None], radius[:, None]))
-    value, error = value[:, 0], known(error[:, 0])
-    moved = value + shift  # shift: the layer's output at 0
-    return moved, up(error + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
+def _shifted(column: Part, shift: Tensor) -> Part:
+    """Centres and radii of intervals in one column, moved by a layer's output at 0; radii include rounding."""
+    moved = column[0][:, 0] + shift
+    return moved, up(known(column[1][:, 0]) + 2 * UNIT * moved.abs(), 3)  # the shift is added in one rounding
 
 
 # Smooth functions, and the points where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten

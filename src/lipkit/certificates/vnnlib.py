@@ -4,8 +4,6 @@ A file describes a counterexample by a formula of comparisons of linear terms. I
 box, and half-spaces to be met together, in exact fractions. Source: https://www.vnnlib.org.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

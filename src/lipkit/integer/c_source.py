@@ -1,7 +1,5 @@
 """An integer program as one C99 file and a header: no dependencies, no floating point."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import subprocess

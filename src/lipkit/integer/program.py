@@ -4,8 +4,6 @@ An array q of integers with the fraction f stands for 2^-f q. `lipkit.integer.qu
 network, with the proof of its error and that no sum overflows; `lipkit.interop.write_c` writes it in C.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ bound every value, and by Cauchy and Schwarz every partial sum (`docs/rounding.m
 module of constant L multiplies the E before it by L. No bound depends on the sample.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

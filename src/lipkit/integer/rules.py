@@ -5,8 +5,6 @@ circular convolution with a kernel as large as the image; a Taylor polynomial be
 responses to impulses in float64, and the distance of these from the exact responses is part of the error.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -27,12 +25,11 @@ from lipkit.modules.fourier import FourierConv2d, TaylorConv2d
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Maximum, value_forms, value_shapes
 from lipkit.modules.isometric import HalfAbs
 from lipkit.modules.machine import enlarged, local_error
-from lipkit.modules.plain import Shape
 from lipkit.modules.pooling import Mean, pair
 from lipkit.modules.registry import lipschitz, output_shape
 from lipkit.modules.sandwich import SandwichBlock, SlopeResidual
 from lipkit.modules.spread import SpreadConv2d, check_parts
-from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll, Shift2d
+from lipkit.modules.views import Pad, Permute, Piece, Reshape, Roll, Shift2d, numbered
 from lipkit.proof.norms import spectral_norm
 from lipkit.proof.roundoff import FLOAT64, grow
 
@@ -44,18 +41,13 @@ def _refuse(module: nn.Module, expected: str, got: object) -> NoRuleError:
     return NoRuleError(f"evaluator 'integer': {type(module).__name__}: expected {expected}, got {got}")
 
 
-def _indices(shape: Shape) -> Tensor:
-    """The numbers 1, 2, ... in this shape. After a module that moves entries, they tell their origin; 0 is padding."""
-    return torch.arange(1, math.prod(shape) + 1).double().view(1, *shape)
-
-
 def _move(moved: Tensor) -> Move:
     return Move(moved.flatten().long() - 1)  # -1: padding
 
 
 @integer_rule(nn.Flatten, Reshape, Permute, Piece, Roll, Pad, Shift2d)
 def _moves(builder: Builder, module: nn.Module, value: IntValue, gain: float) -> IntValue:
-    return builder.exact(_move(module(_indices(value.shape))), value, output_shape(module, value.shape))
+    return builder.exact(_move(module(numbered(value.shape))), value, output_shape(module, value.shape))
 
 
 @integer_rule(MaxMin, GroupSort)
@@ -114,7 +106,7 @@ def _conv(builder: Builder, module: nn.Conv2d, value: IntValue, gain: float) -> 
         return float(lipschitz(with_numbers(module, change.view_as(module.weight), module.bias), value.shape))
 
     mode = "constant" if module.padding_mode == "zeros" else "circular"
-    padded = F.pad(_indices(value.shape), module._reversed_padding_repeated_twice, mode)
+    padded = F.pad(numbered(value.shape), module._reversed_padding_repeated_twice, mode)
     return _convolve(builder, value, gain, padded, module.weight, module.bias, norm, module)
 
 
@@ -129,7 +121,7 @@ def _convolve(
     conv: nn.Conv2d | None = None,
     inexact: float = 0.0,
 ) -> IntValue:
-    """A convolution by ``weight`` with ``conv``'s options; ``padded`` (1, C, h, w) are the padded `_indices`."""
+    """A convolution by ``weight`` with ``conv``'s options; ``padded`` (1, C, h, w) are the padded `numbered`."""
     stride, dilation, groups = ((1, 1), (1, 1), 1) if conv is None else (conv.stride, conv.dilation, conv.groups)
     kernel = weight.shape[2:]
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
@@ -156,7 +148,7 @@ def _symbol(builder: Builder, module: FourierConv2d | SpreadConv2d, value: IntVa
     impulses = torch.zeros(channels, channels, h, w).double()
     impulses[range(channels), range(channels), 0, 0] = 1
     response, off = _responses(module, impulses)
-    padded = F.pad(_indices(value.shape), (w - 1, 0, h - 1, 0), "circular")  # the response reaches one image back
+    padded = F.pad(numbered(value.shape), (w - 1, 0, h - 1, 0), "circular")  # the response reaches one image back
     kernel = response.transpose(0, 1).flip(2, 3)  # a convolution of torch is a correlation
     # At each frequency, an error of the kernel counts by at most the sum of its moduli, for each pair of channels.
     inexact = grow(float(off.square().sum().sqrt()) * math.sqrt(h * w))
@@ -257,8 +249,8 @@ def _joined(builder: Builder, join: Any, start: IntValue, gain: float, parts: li
         raise _refuse(join, "joins Add, Blend, Concatenate or Maximum", kind.__qualname__)
     # Pad each part with zeros in the places of the others, so that one sum gives all of them the same fraction.
     beside = join if kind is Concatenate else Concatenate(1)
-    numbered = [_indices(part.shape) for part in parts]
-    placed = [beside(*(n if i == k else 0 * n for k, n in enumerate(numbered))) for i in range(len(parts))]
+    places = [numbered(part.shape) for part in parts]
+    placed = [beside(*(n if i == k else 0 * n for k, n in enumerate(places))) for i in range(len(parts))]
     shape = tuple(placed[0].shape[1:])
     moved = [builder.exact(_move(p), part, shape) for p, part in zip(placed, parts, strict=True)]
     found = builder.blend(start, gain, moved, [1.0] * len(parts), apart=True)

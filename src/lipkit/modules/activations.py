@@ -444,9 +444,6 @@ def _softmax_error(module: nn.Softmax, input_shape: Shape, arithmetic: Arithmeti
     return proportional(0.0, constant, 4.0, 4.0 * n)  # sums of n exponentials of at most 1
 
 
-def _unit(module: nn.Softmax, x: Range) -> Range:
-    return Range(torch.zeros_like(x.low), torch.ones_like(x.high))
-
-
+_dim, _unit = {"dim": either(INTEGER, None)}, lambda module, x: Range(torch.zeros_like(x.low), torch.ones_like(x.low))
 # Its Jacobian diag(p) - p p^T has norm at most 1/2.
-add_plain(Plain(nn.Softmax, 0.5, _softmax_error, {"dim": either(INTEGER, None)}, _unit))
+add_plain(Plain(nn.Softmax, 0.5, _softmax_error, _dim, _unit))

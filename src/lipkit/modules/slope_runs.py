@@ -230,12 +230,6 @@ class SlopeRun(NamedTuple):
     def units(self) -> int:
         return sum(map(len, self.weights[:-1]))
 
-    def read_all(self) -> list[Part]:
-        """The weights with their errors, each with columns for x and all activations before it."""
-        widths = itertools.accumulate(map(len, self.weights[:-1]), initial=self.weights[0].shape[1])
-        parts = zip(zip(self.weights, self.errors, strict=True), widths, strict=True)
-        return [widened(part, width, before=True) for part, width in parts]
-
 
 # Modules that leave a vector as it is.
 SAME = (nn.Flatten, Reshape)

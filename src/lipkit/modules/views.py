@@ -54,6 +54,14 @@ def channels_of(x: Tensor, name: str) -> int:
     raise ShapeError(f"{name}: expected a batch (N, C, ...), got shape {tuple(x.shape)}: one sample is x[None]")
 
 
+def numbered(shape: Shape) -> Tensor:
+    """The numbers 1, 2, ... as a sample of this shape: behind a module that moves entries they tell where each is from.
+
+    0 is padding.
+    """
+    return torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device="cpu").view(1, *shape)
+
+
 def reshaped(shape: Shape) -> nn.Module:
     """The module that gives samples this shape."""
     return nn.Flatten() if len(shape) == 1 else Reshape(*shape)

@@ -143,14 +143,14 @@ class Arithmetic:
         tiny: the smallest normal number.
         largest: the largest finite number.
         block: inner products are summed in blocks of this many terms and the blocks pairwise; None for any order.
-        rounds_weights: whether the stored numbers are rounded once to the format before they are used.
+        stored: how often a stored number is rounded before it is used.
     """
 
     unit: float
     tiny: float
     largest: float
     block: int | None = None
-    rounds_weights: bool = False
+    stored: int = 0
 
     def gamma(self, operations: float) -> float:
         """Bound of the relative error of ``operations`` chained operations; ``inf`` if none exists."""
@@ -171,11 +171,6 @@ class Arithmetic:
     def room(self) -> float:
         """Limit for bounds of the norms of intermediate values: a quarter of the largest finite number."""
         return self.largest / 4
-
-    @property
-    def stored(self) -> int:
-        """How often a stored number is rounded before it is used."""
-        return 1 if self.rounds_weights else 0
 
 
 def arithmetic_of(dtype: torch.dtype) -> Arithmetic:
