@@ -293,6 +293,18 @@ def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     return to_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices, pure=True)
 
 
+def at_frequencies(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, symbol: Symbol) -> Tensor:
+    """Images ``(B, C, h, w)`` whose coefficients are ``function(rows, matrices)`` of those of x, at each frequency.
+
+    As in `Symbol.map`, the function must commute with conjugation; the symbol has the dtype of x.
+    """
+    h, w = x.shape[-2:]
+    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+    s = analyse(x, matrices)
+    pair = as_pair(function(as_complex(s.pair), as_complex(symbol.pair)))
+    return synthesise(Spectrum(function(s.real, symbol.real), pair), h, w, matrices)
+
+
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
     """The block-diagonal product: ``M`` on the real coefficients, ``R + iS`` on the pairs."""
     n, _, cout, _ = symbol.pair.shape
