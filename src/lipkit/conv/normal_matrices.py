@@ -58,21 +58,15 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
     square kernel.
     """
     own = centred(own)
-    taps = _taps(own)
+    taps = own.permute(2, 3, 0, 1).flatten(0, 1)
     centre = (torch.arange(len(taps), device=taps.device) == len(taps) // 2)[:, None, None]
     # The taps of (I + W - W^*)^T: (W^*)^T = conj(W) has those of W, a kernel of odd sizes, in reverse.
     real, pair = _symbol(taps.mT - taps.flip(0) + centre * eye_like(taps), own.shape[2:], h, w)
     if rest is None:
         return NormalMatrices(real, pair, None, None)
     rest = centred(rest)
-    rest_real, rest_pair = _symbol(_taps(rest), rest.shape[2:], h, w)
+    rest_real, rest_pair = _symbol(rest.permute(2, 3, 0, 1).flatten(0, 1), rest.shape[2:], h, w)
     return NormalMatrices(add_gram(real, rest_real, wide), add_gram(pair, rest_pair, wide), rest_real, rest_pair)
-
-
-def _taps(kernel: Tensor) -> Tensor:
-    """The kernel ``(cout, cin, kh, kw)`` tap by tap, ``(kh kw, cout, cin)``: a transposition of two dimensions."""
-    cout, cin, kh, kw = kernel.shape
-    return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
 
 
 class _AddGram(torch.autograd.Function):
@@ -109,17 +103,14 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
     """The symbol of a kernel of this size, given tap by tap: real at the real frequencies, complex at the pairs."""
     _, cout, cin = taps.shape
+    numbers = torch.promote_types(taps.dtype, torch.complex64)
     if h * w * len(taps) == 1:  # a dense layer has one frequency, where the symbol is its matrix
-        return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
+        return taps, taps.new_empty(0, cout, cin, dtype=numbers)
     grid = frequencies(h, w)
-    f1, f2 = torch.cat(grid).unbind(1)
-    waves = wave_table(f1, f2, h, w, (size[0], size[1]), taps)
+    waves = wave_table(*torch.cat(grid).unbind(1), h, w, (size[0], size[1]), taps)
     flat, n_real = taps.flatten(1), len(grid.real)
-    if len(grid.pair) < len(taps):
-        pair = torch.complex(*(part @ flat for part in waves[:, n_real:]))
-    else:
-        # A complex product of real taps saves the pass that joins two real results.
-        pair = torch.complex(*waves[:, n_real:]) @ flat.to(torch.promote_types(taps.dtype, torch.complex64))
+    # A complex product of real taps saves the pass that joins two real results.
+    pair = torch.complex(*waves[:, n_real:]) @ flat.to(numbers)
     return (waves[0, :n_real] @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
 
 
@@ -160,8 +151,8 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
 
 
 def _rows_of(z: Tensor) -> Tensor:
-    """Complex ``(F, B, C)`` as a real view ``(F, 2, B, C)``: one strided pass over it is cheaper than one per part."""
-    return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
+    """Complex ``(F, B, C)`` as a real view ``(F, 2, B, C)``, of which one strided pass is cheaper than one per part."""
+    return torch.view_as_real(z.resolve_conj()).movedim(-1, 1) if z.is_complex() else z
 
 
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -199,19 +190,12 @@ class Group(NamedTuple):
 
     def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
         """Write ``scale z`` into the group's rows of ``out``."""
-        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
+        torch.mul(_rows_of(z), scale, out=self.view(out, channels))
 
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
         """Write ``2 z - rows`` into the group's rows of ``out``."""
-        part, minus = self.view(out, channels), self.view(rows, channels)
         # lerp with the weight 2 is rows + 2 (z - rows) = 2 z - rows, in one pass.
-        if not z.is_complex():
-            torch.lerp(minus, z, 2.0, out=part)
-        elif z.is_contiguous():
-            torch.lerp(minus, _rows_of(z), 2.0, out=part)
-        else:
-            # A solution by factors is transposed: arithmetic along its columns would be slower than a copy.
-            torch.lerp(minus, part.copy_(_rows_of(z)), 2.0, out=part)
+        torch.lerp(self.view(rows, channels), _rows_of(z), 2.0, out=self.view(out, channels))
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:

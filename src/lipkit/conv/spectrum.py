@@ -358,18 +358,11 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
         pair = parts_apart(pair)
     # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
-    sign, rows, made = -1 if adjoint else 1, s.pair.flatten(1, 2), out.pair.flatten(1, 2)
     out.real.baddbmm_(s.real, real, beta=0)
-    if not len(pair):
-        return
-    made.baddbmm_(rows, r, beta=0)
-    # i S in one batched product for both parts: multiply by i before or after it, whichever has fewer channels.
-    if i.shape[1] <= i.shape[2]:
-        made.baddbmm_(_turned(s.pair, sign).flatten(1, 2), i)
-    else:
-        turned = torch.bmm(rows, i).view_as(out.pair)
-        out.pair[:, 0].sub_(turned[:, 1], alpha=sign)
-        out.pair[:, 1].add_(turned[:, 0], alpha=sign)
+    if len(pair):
+        made = out.pair.flatten(1, 2)
+        made.baddbmm_(s.pair.flatten(1, 2), r, beta=0)
+        made.baddbmm_(_turned(s.pair, -1 if adjoint else 1).flatten(1, 2), i)  # i S, for both parts of the rows
 
 
 def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:
