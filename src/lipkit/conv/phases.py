@@ -255,24 +255,13 @@ def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     return made
 
 
-def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel_size: Size) -> None:
-    """Transform rows back, and write the images into ``out`` (b, c, h, w). ``rooms`` are two scratch buffers."""
+def _back(rows: Tensor, matrix: Tensor, room: Tensor, out: Tensor, kernel_size: Size) -> None:
+    """Transform rows back, and write the images into ``out`` (b, c, h, w); ``room`` is scratch."""
     n, size = len(matrix), rows.numel()
-    images = rooms[1][:size].view(n, size // n)
+    images = room[:size].view(n, size // n)
     torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
-    b, c, h, w = out.shape
-    # If `out` is in planes, the rows of one phase are short, so copy in pixel order first. This may overwrite `rows`,
-    # which the product above was the last to read.
-    pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
-    target = phase_order(pixels, kernel_size)
+    target = phase_order(out, kernel_size)
     target.copy_(images.view(target.shape))
-    if pixels is not out:
-        out.copy_(pixels)
-
-
-def _in_planes(x: Tensor) -> bool:
-    """True if each channel lies in memory as one plane, and not the channels of each pixel together."""
-    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -304,7 +293,7 @@ class _PhaseProduct(torch.autograd.Function):
             rows = _products(real, pair, rows, rooms[0])
             if constant is not None:
                 rows[0].add_(constant)  # a constant image has one coefficient, the first
-            _back(rows, matrix, rooms, y[first : first + step], size)
+            _back(rows, matrix, rooms[1], y[first : first + step], size)
         return y
 
     @staticmethod
@@ -319,9 +308,7 @@ class _PhaseProduct(torch.autograd.Function):
         of_symbol, (of_bias, of_x) = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2:4]
         step = _images_per_piece(x, max(cin, cout), size, BACKWARD_BYTES)
         rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
-        gx = None
-        if of_x:  # in the memory order of the input, which saves later copies
-            gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
+        gx = x.new_empty(b, h, w, cin).permute(0, 3, 1, 2) if of_x else None
         # Sum the pieces in float32 at least: bfloat16 would lose small terms.
         sums = torch.promote_types(real.dtype, torch.float32)
         g_real, g_pair = (torch.zeros_like(t, dtype=sums) if of_symbol else None for t in (real, pair[:, 0]))
@@ -341,7 +328,7 @@ class _PhaseProduct(torch.autograd.Function):
                     _add_product(g_pair, both[0].mT, both[1])
             if gx is not None:
                 rows = _products(real.mT, pair.mT, g_rows, rooms[0])
-                _back(rows, matrix, rooms, gx[part], size)
+                _back(rows, matrix, rooms[1], gx[part], size)
         for_symbol = (None, None) if g_real is None or g_pair is None else (g_real, g_pair[:, None])
         for_bias = None if g_bias is None else g_bias * math.sqrt(len(matrix))
         return *(None if t is None else t.to(real.dtype) for t in (*for_symbol, for_bias)), gx, None, None
