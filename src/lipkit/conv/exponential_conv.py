@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d
-from lipkit.conv.spectrum import apply_symbol, at_frequencies, kernel_symbol
+from lipkit.conv.spectrum import apply_symbol, as_complex, at_frequencies, kernel_symbol
 from lipkit.conv.symbol import check_images, check_kernel, fold
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range
@@ -171,6 +171,6 @@ def exponential_conv2d(
         raw = kernel_symbol(at_least_float32(kernel), h, w)
         if way == "frequencies":
             powers = partial(taylor_rows, terms=terms, outputs=outputs)
-            return at_frequencies(powers, x.to(raw.real.dtype), raw).to(x.dtype)
+            return at_frequencies(powers, x.to(raw.real.dtype), [raw.real], [as_complex(raw.pair)]).to(x.dtype)
         raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
     return apply_symbol(raw.to(kernel.dtype), x)

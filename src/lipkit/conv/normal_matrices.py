@@ -14,16 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.conv.spectrum import (
-    Spectrum,
-    Symbol,
-    analyse,
-    as_complex,
-    as_pair,
-    frequencies,
-    synthesise,
-    transform_matrices,
-)
+from lipkit.conv.spectrum import Symbol, as_pair, at_frequencies, frequencies
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.linalg.cayley import Factors, solve_rows
 from lipkit.linalg.matrices import eye_like
@@ -271,28 +262,21 @@ def backward_rows(
 
 def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None, normal: NormalMatrices) -> Tensor:
     """`solve_form` in operations that torch can trace and differentiate to any order."""
-    h, w = x.shape[-2:]
-    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    channels = None if scale is None else scale[:, None, None]
-    if form == "first adjoint" and channels is not None:
-        x = x * channels
 
-    def one(transposed: Tensor, rest: Tensor | None, z: Tensor) -> Tensor:
+    def one(z: Tensor, transposed: Tensor, rest: Tensor | None) -> Tensor:
         if form == "first adjoint":
+            z = z if scale is None else z * scale
             return 2 * _solution(transposed.mH, z) - z  # A* = 2 N^-* - I, and the conjugate of N^T is N^*
         if form == "second":
             assert rest is not None
-            return -2 * _solution(transposed, (rest @ z.mT).mT)
+            half = -2 * _solution(transposed, (rest @ z.mT).mT)
+            return half if scale is None else half * scale
         own, other = z.tensor_split([transposed.shape[-1]], -1)
         solved = _solution(transposed, own if form == "tall" or rest is None else own - other @ rest.mT)
         top = 2 * solved - own
         return top if form == "wide" or rest is None else torch.cat((top, -2 * solved @ rest.mT), -1)
 
-    s = analyse(x, matrices)
-    real, pair = (one(*parts) for parts in zip(normal[:2], normal[2:], (s.real, as_complex(s.pair)), strict=True))
-    y = synthesise(Spectrum(real, as_pair(pair)), h, w, matrices)
-    if form == "second" and channels is not None:
-        y = y * channels
+    y = at_frequencies(one, x, normal[::2], normal[1::2])  # (N^T, W_2), real and complex
     return y if bias is None else y + bias[:, None, None]
 
 

@@ -22,7 +22,7 @@ which export to any runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -293,16 +293,17 @@ def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     return to_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices, pure=True)
 
 
-def at_frequencies(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, symbol: Symbol) -> Tensor:
-    """Images ``(B, C, h, w)`` whose coefficients are ``function(rows, matrices)`` of those of x, at each frequency.
+def at_frequencies(function: Callable[..., Tensor], x: Tensor, real: Sequence[Any], pair: Sequence[Any]) -> Tensor:
+    """Images ``(B, C, h, w)`` whose coefficients are ``function(rows, *matrices)`` of those of x, at each frequency.
 
-    As in `Symbol.map`, the function must commute with conjugation; the symbol has the dtype of x.
+    The matrices are ``real`` and, at the pairs, complex. As in `Symbol.map`, the function must commute with
+    conjugation.
     """
     h, w = x.shape[-2:]
     matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
     s = analyse(x, matrices)
-    pair = as_pair(function(as_complex(s.pair), as_complex(symbol.pair)))
-    return synthesise(Spectrum(function(s.real, symbol.real), pair), h, w, matrices)
+    made = Spectrum(function(s.real, *real), as_pair(function(as_complex(s.pair), *pair)))
+    return synthesise(made, h, w, matrices)
 
 
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.circular import circular_pads
-from lipkit.conv.spectrum import at_frequencies
+from lipkit.conv.spectrum import as_complex, at_frequencies
 from lipkit.errors import OptionError
 from lipkit.layers import base, definitions
 from lipkit.layers.base import Family
@@ -121,8 +121,8 @@ class BroConv2d(Reflector, base.SymbolConv2d):
         if self.pointwise or 2 * len(x) > n or product_dtype(x, v.dtype) != v.dtype:
             return super().forward(x)
         x = self.resample(x).to(v.dtype)
-        reflected = partial(reflect, size=self.out_channels)
-        return self.add_bias(at_frequencies(reflected, x, kernel_symbol(v, *x.shape[-2:])))
+        raw, reflected = kernel_symbol(v, *x.shape[-2:]), partial(reflect, size=self.out_channels)
+        return self.add_bias(at_frequencies(reflected, x, [raw.real], [as_complex(raw.pair)]))
 
 
 register_one_lipschitz(BroLinear, BroConv2d)
