@@ -202,19 +202,12 @@ class _Product(torch.autograd.Function):
         factors = factorize(normal, len(x))
         # Features are multiplied in their own dtype; N is factorised, and solved with, in that of the weight.
         rest, exact = rest.to(x.dtype), weight.dtype
-        if m < n:
-            own, other = x.split([m, n - m], 1)
-            own = own.to(exact)
-            h = solve_rows(factors, own - other @ rest.mT)
-            # own + 2 (h - own) = 2 h - own, in one pass.
-            y = torch.lerp(own, h, 2.0).to(x.dtype)
-        else:
-            start = x.to(exact)
-            h = solve_rows(factors, start)
-            y = x.new_empty(len(x), m)
-            y[:, :n] = torch.lerp(start, h, 2.0)
-            if m > n:
-                y[:, n:].addmm_(h.to(x.dtype), rest.mT, beta=0, alpha=-2)
+        own, other = x.tensor_split([m], 1)  # all of x if tall
+        own = own.to(exact)
+        h = solve_rows(factors, own - other @ rest.mT if m < n else own)
+        y = torch.lerp(own, h, 2.0).to(x.dtype)  # own + 2 (h - own) = 2 h - own, in one pass
+        if m > n:
+            y = torch.cat((y, -2 * (h.to(x.dtype) @ rest.mT)), 1)
         ctx.save_for_backward(weight, x, bias, h, rest, *factors)
         return y if bias is None else y.add_(bias)
 
