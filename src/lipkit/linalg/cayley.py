@@ -248,22 +248,18 @@ def _gradients(
     if not asked[0]:
         return None, for_x
     normal = (rounded_k.mT @ rounded_h).to(weight.dtype)  # the gradient of N, -2 k h^T
-    made = torch.empty_like(weight)
-    for_own, for_rest = _parts(made)
-    torch.sub(normal, normal.mT, out=for_own)  # N holds W_1 - W_1^T
+    for_own = normal - normal.mT  # N holds W_1 - W_1^T
     if m == n:
-        return made, for_x
-    beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])
+        return for_own, for_x
+    # W_2, or its transpose if tall, has the gradient (normal + normal^T) W_2 + beside^T other.
+    across, beside, other = (rest, rounded_k, x[:, m:]) if wide else (rest.mT, rounded_h, -2 * g[:, n:])
     if x.dtype == weight.dtype and 2 * len(x) > min(m, n):
         # A large batch has no low rank to exploit: products of full size, if no factor is rounded to half precision.
-        symmetric = normal + normal.mT
-        torch.mm(*((symmetric, rest) if wide else (rest, symmetric)), out=for_rest)
-        for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=1 if wide else -2)
-        return made, for_x
-    across = rest if wide else rest.mT
-    moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
-    # Both terms as one product, joined along the batch axis.
-    solutions = torch.cat((rounded_k, rounded_h))
-    images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.sub_(other, alpha=2)))
-    for_rest.copy_(solutions.mT @ images if wide else images.mT @ solutions)
-    return made, for_x
+        for_rest = torch.addmm((normal + normal.mT) @ across, beside.mT, other)
+    else:
+        # All terms as one product, joined along the batch axis.
+        moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
+        images = (moved_h + other, moved_k) if wide else (moved_h, moved_k + other)
+        for_rest = torch.cat((rounded_k, rounded_h)).mT @ torch.cat(images)
+    for_rest = for_rest.to(weight.dtype)
+    return torch.cat((for_own, for_rest), 1) if wide else torch.cat((for_own, for_rest.mT)), for_x
