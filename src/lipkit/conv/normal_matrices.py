@@ -98,7 +98,8 @@ def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, 
     if h * w * len(taps) == 1:  # a dense layer has one frequency, where the symbol is its matrix
         return taps, taps.new_empty(0, cout, cin, dtype=numbers)
     grid = frequencies(h, w)
-    waves = wave_table(*torch.cat(grid).unbind(1), h, w, (size[0], size[1]), taps)
+    f1, f2 = torch.cat(grid).unbind(1)
+    waves = wave_table(f1, f2, h, w, (size[0], size[1]), taps)
     flat, n_real = taps.flatten(1), len(grid.real)
     # A complex product of real taps saves the pass that joins two real results.
     pair = torch.complex(*waves[:, n_real:]) @ flat.to(numbers)
