@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lipkit.bounds.power import maps, start_vector, unit
-from lipkit.errors import NoRuleError, OptionError, ShapeError, finite
+from lipkit.errors import NoRuleError, OptionError, ShapeError, finite, rewording
 from lipkit.layers import NativeConv1d, NativeConv2d, NativeConvTranspose1d, NativeConvTranspose2d, families
 from lipkit.layers.base import ConstrainedLinear, KernelConv2d, check_dtype
 from lipkit.layers.geometry import GEOMETRY
@@ -249,7 +249,8 @@ class FamilyWeight(nn.Module):
     def _made(self, like: Tensor) -> _Maker:
         bare, row, groups = self.bare[0], families.get(self.family), getattr(self.bare[0], "groups", 1)
         named = {"bias": False, "device": like.device, "dtype": like.dtype, **self.options}
-        try:
+        wrong = f"expected options of the family {self.family!r}, got {self.options} ("
+        with rewording(OptionError, wrong, TypeError, end=")"):
             if like.ndim == 2 or not windows_overlap(bare):
                 sizes = math.prod(like.shape[1:]), len(like) // groups
                 parts = [row.last(*sizes, **named) for _ in range(groups)]
@@ -263,8 +264,6 @@ class FamilyWeight(nn.Module):
                 fits = type(bare) is nn.Conv2d and row.claim != "none" and {*bare.stride, *bare.dilation, groups} == {1}
                 parts = [row.conv(bare.in_channels, bare.out_channels, bare.kernel_size, **named)] if fits else []
                 fits = fits and isinstance(parts[0], KernelConv2d) and parts[0].kernel().shape == like.shape
-        except TypeError as error:
-            raise OptionError(f"expected options of the family {self.family!r}, got {self.options} ({error})") from None
         if not fits:
             raise OptionError(
                 "family: expected one with a matrix, or for windows that overlap a kernel of this layer's size, stride "

@@ -30,6 +30,7 @@ from lipkit.errors import CertificateViolation, OptionError, finite
 from lipkit.interop import write_onnx
 from lipkit.layers.aol import aol_matrix
 from lipkit.layers.export import filled
+from lipkit.linalg.matrices import check_positive
 from lipkit.lowering import lipschitz
 from lipkit.modules import Affine, MaxMin, Network
 from lipkit.modules.storage import float64_copy
@@ -75,9 +76,7 @@ class _LipschitzEstimator(BaseEstimator):
         sizes = np.atleast_1d(np.asarray(self.hidden_layer_sizes, dtype=object)).tolist()
         for name in ("lipschitz", "learning_rate_init"):
             finite(name, getattr(self, name), positive=True)
-        for name in ("batch_size", "max_iter", "n_iter_no_change"):
-            if not (isinstance(value := getattr(self, name), int | np.integer) and value >= 1):
-                raise OptionError(f"{name}: expected an integer of at least 1, got {value!r}")
+        check_positive(batch_size=self.batch_size, max_iter=self.max_iter, n_iter_no_change=self.n_iter_no_change)
         if not 0 < finite("validation_fraction", self.validation_fraction) < 1:
             raise OptionError(f"validation_fraction: expected a number in (0, 1), got {self.validation_fraction!r}")
         if not all(isinstance(n, int | np.integer) and n >= 2 and n % 2 == 0 for n in sizes):

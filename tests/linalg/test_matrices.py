@@ -88,5 +88,5 @@ def test_mirrored_products(batch: tuple[int, ...], negative: bool) -> None:
     y = torch.randn(*batch, 9, large, dtype=torch.float64)
     # [x, y^T] [y; +-x^T] equals its transpose or the negative of it.
     left, right = torch.cat((x, y.mT), -1), torch.cat((y, -x.mT if negative else x.mT), -2)
-    made = mirrored_product(left, right, torch.empty(*batch, large, large, dtype=torch.float64), negative)
+    made = mirrored_product(left, right, negative)
     torch.testing.assert_close(made, left @ right, rtol=1e-12, atol=1e-12)

@@ -99,8 +99,7 @@ class _Solved(torch.autograd.Function):
         if ctx.needs_input_grad[1] or scaled:
             for_x = to_images(out, h, w, matrices)
         if scaled and for_x is not None:
-            # `out` was read by to_images and is free: its memory holds the product.
-            for_scale = torch.mul(for_x, x, out=out.view(x.shape)).sum((0, 2, 3))
+            for_scale = (for_x * x).sum((0, 2, 3))
             for_x.mul_(scale[:, None, None])
         (for_real, for_rest_real), (for_pair, for_rest_pair) = found
         return None, for_x, for_bias, for_scale, for_real, for_pair, for_rest_real, for_rest_pair, *none

@@ -11,22 +11,14 @@ by products of its matrices and one with the images.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from lipkit.conv.circular import circular_conv2d
-from lipkit.conv.spectrum import (
-    Spectrum,
-    analyse,
-    apply_symbol,
-    as_complex,
-    as_pair,
-    kernel_symbol,
-    synthesise,
-    transform_matrices,
-)
+from lipkit.conv.spectrum import apply_symbol, as_complex, at_frequencies, kernel_symbol
 from lipkit.conv.symbol import check_images, check_kernel, fold
 from lipkit.errors import OptionError, ShapeError
 from lipkit.linalg.exponential import check_terms, taylor, taylor_products, taylor_range
@@ -178,10 +170,7 @@ def exponential_conv2d(
     with autocast_off(x):
         raw = kernel_symbol(at_least_float32(kernel), h, w)
         if way == "frequencies":
-            matrices = transform_matrices(h, w, dtype=raw.real.dtype, device=x.device)
-            spectrum = analyse(x.to(raw.real.dtype), matrices)
-            own = taylor_rows(spectrum.real, raw.real, terms, outputs)
-            waves = taylor_rows(as_complex(spectrum.pair), as_complex(raw.pair), terms, outputs)
-            return synthesise(Spectrum(own, as_pair(waves)), h, w, matrices).to(x.dtype)
+            powers = partial(taylor_rows, terms=terms, outputs=outputs)
+            return at_frequencies(powers, x.to(raw.real.dtype), [raw.real], [as_complex(raw.pair)]).to(x.dtype)
         raw = raw.map(lambda part: taylor(part, terms)[:, :outputs, :given])
     return apply_symbol(raw.to(kernel.dtype), x)

@@ -14,16 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lipkit.conv.spectrum import (
-    Spectrum,
-    Symbol,
-    analyse,
-    as_complex,
-    as_pair,
-    frequencies,
-    synthesise,
-    transform_matrices,
-)
+from lipkit.conv.spectrum import Symbol, as_pair, at_frequencies, frequencies
 from lipkit.conv.symbol import centred, check_kernel, wave_table
 from lipkit.linalg.cayley import Factors, solve_rows
 from lipkit.linalg.matrices import eye_like
@@ -58,21 +49,15 @@ def normal_matrices_of(own: Tensor, rest: Tensor | None, h: int, w: int, *, wide
     square kernel.
     """
     own = centred(own)
-    taps = _taps(own)
+    taps = own.permute(2, 3, 0, 1).flatten(0, 1)
     centre = (torch.arange(len(taps), device=taps.device) == len(taps) // 2)[:, None, None]
     # The taps of (I + W - W^*)^T: (W^*)^T = conj(W) has those of W, a kernel of odd sizes, in reverse.
     real, pair = _symbol(taps.mT - taps.flip(0) + centre * eye_like(taps), own.shape[2:], h, w)
     if rest is None:
         return NormalMatrices(real, pair, None, None)
     rest = centred(rest)
-    rest_real, rest_pair = _symbol(_taps(rest), rest.shape[2:], h, w)
+    rest_real, rest_pair = _symbol(rest.permute(2, 3, 0, 1).flatten(0, 1), rest.shape[2:], h, w)
     return NormalMatrices(add_gram(real, rest_real, wide), add_gram(pair, rest_pair, wide), rest_real, rest_pair)
-
-
-def _taps(kernel: Tensor) -> Tensor:
-    """The kernel ``(cout, cin, kh, kw)`` tap by tap, ``(kh kw, cout, cin)``: a transposition of two dimensions."""
-    cout, cin, kh, kw = kernel.shape
-    return kernel.reshape(cout * cin, kh * kw).t().contiguous().view(kh * kw, cout, cin)
 
 
 class _AddGram(torch.autograd.Function):
@@ -109,17 +94,15 @@ def add_gram(a: Tensor, w: Tensor, wide: bool) -> Tensor:
 def _symbol(taps: Tensor, size: Sequence[int], h: int, w: int) -> tuple[Tensor, Tensor]:
     """The symbol of a kernel of this size, given tap by tap: real at the real frequencies, complex at the pairs."""
     _, cout, cin = taps.shape
+    numbers = torch.promote_types(taps.dtype, torch.complex64)
     if h * w * len(taps) == 1:  # a dense layer has one frequency, where the symbol is its matrix
-        return taps, taps.new_empty(0, cout, cin, dtype=torch.promote_types(taps.dtype, torch.complex64))
+        return taps, taps.new_empty(0, cout, cin, dtype=numbers)
     grid = frequencies(h, w)
     f1, f2 = torch.cat(grid).unbind(1)
     waves = wave_table(f1, f2, h, w, (size[0], size[1]), taps)
     flat, n_real = taps.flatten(1), len(grid.real)
-    if len(grid.pair) < len(taps):
-        pair = torch.complex(*(part @ flat for part in waves[:, n_real:]))
-    else:
-        # A complex product of real taps saves the pass that joins two real results.
-        pair = torch.complex(*waves[:, n_real:]) @ flat.to(torch.promote_types(taps.dtype, torch.complex64))
+    # A complex product of real taps saves the pass that joins two real results.
+    pair = torch.complex(*waves[:, n_real:]) @ flat.to(numbers)
     return (waves[0, :n_real] @ flat).reshape(-1, cout, cin), pair.reshape(-1, cout, cin)
 
 
@@ -160,8 +143,8 @@ def second_half(normal: NormalMatrices, factors: tuple[Factors, Factors], scale:
 
 
 def _rows_of(z: Tensor) -> Tensor:
-    """Complex ``(F, B, C)`` as a real view ``(F, 2, B, C)``: one strided pass over it is cheaper than one per part."""
-    return torch.view_as_real(z.resolve_conj()).movedim(-1, 1)
+    """Complex ``(F, B, C)`` as a real view ``(F, 2, B, C)``, of which one strided pass is cheaper than one per part."""
+    return torch.view_as_real(z.resolve_conj()).movedim(-1, 1) if z.is_complex() else z
 
 
 def product(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -199,19 +182,12 @@ class Group(NamedTuple):
 
     def write(self, out: Tensor, channels: slice, z: Tensor, scale: float) -> None:
         """Write ``scale z`` into the group's rows of ``out``."""
-        torch.mul(_rows_of(z) if z.is_complex() else z, scale, out=self.view(out, channels))
+        torch.mul(_rows_of(z), scale, out=self.view(out, channels))
 
     def reflect(self, out: Tensor, rows: Tensor, channels: slice, z: Tensor) -> None:
         """Write ``2 z - rows`` into the group's rows of ``out``."""
-        part, minus = self.view(out, channels), self.view(rows, channels)
         # lerp with the weight 2 is rows + 2 (z - rows) = 2 z - rows, in one pass.
-        if not z.is_complex():
-            torch.lerp(minus, z, 2.0, out=part)
-        elif z.is_contiguous():
-            torch.lerp(minus, _rows_of(z), 2.0, out=part)
-        else:
-            # A solution by factors is transposed: arithmetic along its columns would be slower than a copy.
-            torch.lerp(minus, part.copy_(_rows_of(z)), 2.0, out=part)
+        torch.lerp(self.view(rows, channels), _rows_of(z), 2.0, out=self.view(out, channels))
 
 
 def forward_rows(form: Form, group: Group, rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -287,28 +263,21 @@ def backward_rows(
 
 def plain_solve(form: Form, x: Tensor, bias: Tensor | None, scale: Tensor | None, normal: NormalMatrices) -> Tensor:
     """`solve_form` in operations that torch can trace and differentiate to any order."""
-    h, w = x.shape[-2:]
-    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-    channels = None if scale is None else scale[:, None, None]
-    if form == "first adjoint" and channels is not None:
-        x = x * channels
 
-    def one(transposed: Tensor, rest: Tensor | None, z: Tensor) -> Tensor:
+    def one(z: Tensor, transposed: Tensor, rest: Tensor | None) -> Tensor:
         if form == "first adjoint":
+            z = z if scale is None else z * scale
             return 2 * _solution(transposed.mH, z) - z  # A* = 2 N^-* - I, and the conjugate of N^T is N^*
         if form == "second":
             assert rest is not None
-            return -2 * _solution(transposed, (rest @ z.mT).mT)
+            half = -2 * _solution(transposed, (rest @ z.mT).mT)
+            return half if scale is None else half * scale
         own, other = z.tensor_split([transposed.shape[-1]], -1)
         solved = _solution(transposed, own if form == "tall" or rest is None else own - other @ rest.mT)
         top = 2 * solved - own
         return top if form == "wide" or rest is None else torch.cat((top, -2 * solved @ rest.mT), -1)
 
-    s = analyse(x, matrices)
-    real, pair = (one(*parts) for parts in zip(normal[:2], normal[2:], (s.real, as_complex(s.pair)), strict=True))
-    y = synthesise(Spectrum(real, as_pair(pair)), h, w, matrices)
-    if form == "second" and channels is not None:
-        y = y * channels
+    y = at_frequencies(one, x, normal[::2], normal[1::2])  # (N^T, W_2), real and complex
     return y if bias is None else y + bias[:, None, None]
 
 

@@ -231,48 +231,32 @@ def _images_per_piece(x: Tensor, channels: int, kernel_size: Size, buffer: int) 
     return min(b, max(1, pixels // (h * w)))
 
 
-def _transform(phases: Tensor, matrix: Tensor, room: Tensor, out: Tensor) -> Tensor:
-    """``matrix`` times ``phases`` (kh, kw, b, dh, dw, c), as ``(kh kw, pixels, c)`` in ``out``; ``room`` is scratch."""
-    n, size = len(matrix), phases.numel()
-    copy = room[:size]
-    copy.view(phases.shape).copy_(phases)
-    rows = out[:size].view(n, size // n)
-    # In bfloat16 a small matrix takes twice the time unless it is in column order, as in `_back`.
-    torch.mm(matrix.mT.contiguous().mT, copy.view(n, size // n), out=rows)
-    return rows.view(n, -1, phases.shape[-1])
+def _rows(x: Tensor, matrix: Tensor, kernel_size: Size) -> Tensor:
+    """The coefficients ``(kh kw, pixels, c)`` of the phase images of ``x``."""
+    phases = phase_order(x, kernel_size).reshape(len(matrix), -1)
+    # In bfloat16 a small matrix takes twice the time unless it is in column order, as in `_write_back`.
+    return (matrix.mT.contiguous().mT @ phases).view(len(matrix), -1, x.shape[1])
 
 
-def _products(real: Tensor, pair: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Every row times the transposed matrix of its frequency: ``(kh kw, pixels, cout)`` in the flat buffer ``out``."""
-    n, pixels, _ = rows.shape
-    n_real, n_pair = len(real), len(pair)
-    made = out[: n * pixels * real.shape[1]].view(n, pixels, real.shape[1])
+def _pairs(rows: Tensor, n_real: int) -> Tensor:
+    """The rows of each pair of frequencies, from which one product serves both: ``(n_p, 2 pixels, c)``."""
+    n, pixels, channels = rows.shape
+    return rows[n_real:].view((n - n_real) // 2, 2 * pixels, channels)
+
+
+def _products(real: Tensor, pair: Tensor, rows: Tensor) -> Tensor:
+    """Every row times the transposed matrix of its frequency: ``(kh kw, pixels, cout)``."""
+    n_real = len(real)
+    made = rows.new_empty(*rows.shape[:2], real.shape[1])
     torch.bmm(rows[:n_real], real.mT, out=made[:n_real])
-    if n_pair:
-        # The two coefficients of a pair are rows of one product.
-        both, out = (t[n_real:].view(n_pair, 2 * pixels, -1) for t in (rows, made))
-        torch.bmm(both, pair[:, 0].mT, out=out)
+    torch.bmm(_pairs(rows, n_real), pair[:, 0].mT, out=_pairs(made, n_real))
     return made
 
 
-def _back(rows: Tensor, matrix: Tensor, rooms: list[Tensor], out: Tensor, kernel_size: Size) -> None:
-    """Transform rows back, and write the images into ``out`` (b, c, h, w). ``rooms`` are two scratch buffers."""
-    n, size = len(matrix), rows.numel()
-    images = rooms[1][:size].view(n, size // n)
-    torch.mm(matrix.mT, rows.view(n, size // n), out=images)  # orthogonal: the transpose is the inverse
-    b, c, h, w = out.shape
-    # If `out` is in planes, the rows of one phase are short, so copy in pixel order first. This may overwrite `rows`,
-    # which the product above was the last to read.
-    pixels = rooms[0][:size].view(b, h, w, c).permute(0, 3, 1, 2) if _in_planes(out) else out
-    target = phase_order(pixels, kernel_size)
-    target.copy_(images.view(target.shape))
-    if pixels is not out:
-        out.copy_(pixels)
-
-
-def _in_planes(x: Tensor) -> bool:
-    """True if each channel lies in memory as one plane, and not the channels of each pixel together."""
-    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+def _write_back(rows: Tensor, matrix: Tensor, out: Tensor, kernel_size: Size) -> None:
+    """Transform rows back, and write the images into ``out`` (b, c, h, w)."""
+    target = phase_order(out, kernel_size)
+    target.copy_((matrix.mT @ rows.flatten(1)).view(target.shape))  # orthogonal: the transpose is the inverse
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -294,17 +278,14 @@ class _PhaseProduct(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:5])
         real, pair, bias, x, matrix, ctx.kernel_size = inputs
         (b, _, h, w), (cout, cin), size = x.shape, real.shape[1:], ctx.kernel_size
-        step = _images_per_piece(x, max(cin, cout), size, FORWARD_BYTES)
-        # Two buffers serve all pieces in turn: each step writes into the one that the step before has finished with.
-        rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(2)]
         y = torch.empty(b, cout, h, w, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)  # no view
         constant = None if bias is None else bias * math.sqrt(len(matrix))
-        for first in range(0, b, step):
-            rows = _transform(phase_order(x[first : first + step], size), matrix, *rooms)
-            rows = _products(real, pair, rows, rooms[0])
+        step = _images_per_piece(x, max(cin, cout), size, FORWARD_BYTES)
+        for given, out in zip(x.split(step), y.split(step), strict=True):
+            rows = _products(real, pair, _rows(given, matrix, size))
             if constant is not None:
                 rows[0].add_(constant)  # a constant image has one coefficient, the first
-            _back(rows, matrix, rooms, y[first : first + step], size)
+            _write_back(rows, matrix, out, size)
         return y
 
     @staticmethod
@@ -315,33 +296,25 @@ class _PhaseProduct(torch.autograd.Function):
         if torch.is_grad_enabled() or transformed(g):
             plain = partial(_plain, matrices=[matrix], kernel_size=size)
             return *plain_gradients(plain, (real, pair, bias, x), g), None, None
-        (b, cin, h, w), cout = x.shape, real.shape[1]
+        (b, cin, h, w), (n_real, cout, _) = x.shape, real.shape
         of_symbol, (of_bias, of_x) = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2:4]
-        step = _images_per_piece(x, max(cin, cout), size, BACKWARD_BYTES)
-        rooms = [x.new_empty(step * h * w * max(cin, cout)) for _ in range(3 if of_symbol else 2)]
-        gx = None
-        if of_x:  # in the memory order of the input, which saves later copies
-            gx = x.new_empty(x.shape) if _in_planes(x) else x.new_empty(b, h, w, cin).permute(0, 3, 1, 2)
+        gx = x.new_empty(b, h, w, cin).permute(0, 3, 1, 2) if of_x else None
         # Sum the pieces in float32 at least: bfloat16 would lose small terms.
         sums = torch.promote_types(real.dtype, torch.float32)
-        g_real, g_pair = (torch.zeros_like(t, dtype=sums) if of_symbol else None for t in (real, pair[:, 0]))
-        g_bias = g.new_zeros(cout, dtype=sums) if of_bias else None
-        n_real, n_pair = len(real), len(pair)
+        g_real, g_pair = (torch.zeros_like(t, dtype=sums) for t in (real, pair[:, 0]))
+        g_bias = g.new_zeros(cout, dtype=sums)
+        step = _images_per_piece(x, max(cin, cout), size, BACKWARD_BYTES)
         for first in range(0, b, step):
             part = slice(first, first + step)
-            # g_rows lie in rooms[1] until `_back` overwrites it; rooms[0] is free in between.
-            g_rows = _transform(phase_order(g[part], size), matrix, *rooms[:2])
-            if g_bias is not None:
+            g_rows = _rows(g[part], matrix, size)
+            if of_bias:
                 g_bias += g_rows[0].sum(0, dtype=sums)
-            if g_real is not None and g_pair is not None:
-                x_rows = _transform(phase_order(x[part], size), matrix, rooms[0], rooms[2])
+            if of_symbol:
+                x_rows = _rows(x[part], matrix, size)
                 _add_product(g_real, g_rows[:n_real].mT, x_rows[:n_real])
-                if n_pair:
-                    both = [rows[n_real:].view(n_pair, -1, rows.shape[2]) for rows in (g_rows, x_rows)]
-                    _add_product(g_pair, both[0].mT, both[1])
+                _add_product(g_pair, _pairs(g_rows, n_real).mT, _pairs(x_rows, n_real))
             if gx is not None:
-                rows = _products(real.mT, pair.mT, g_rows, rooms[0])
-                _back(rows, matrix, rooms, gx[part], size)
-        for_symbol = (None, None) if g_real is None or g_pair is None else (g_real, g_pair[:, None])
-        for_bias = None if g_bias is None else g_bias * math.sqrt(len(matrix))
+                _write_back(_products(real.mT, pair.mT, g_rows), matrix, gx[part], size)
+        for_symbol = (g_real, g_pair[:, None]) if of_symbol else (None, None)
+        for_bias = g_bias * math.sqrt(len(matrix)) if of_bias else None
         return *(None if t is None else t.to(real.dtype) for t in (*for_symbol, for_bias)), gx, None, None

@@ -22,7 +22,7 @@ which export to any runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -293,6 +293,19 @@ def synthesise(s: Spectrum, h: int, w: int, matrices: list[Tensor]) -> Tensor:
     return to_images(torch.cat((s.real, s.pair.flatten(0, 1))), h, w, matrices, pure=True)
 
 
+def at_frequencies(function: Callable[..., Tensor], x: Tensor, real: Sequence[Any], pair: Sequence[Any]) -> Tensor:
+    """Images ``(B, C, h, w)`` whose coefficients are ``function(rows, *matrices)`` of those of x, at each frequency.
+
+    The matrices are ``real`` and, at the pairs, complex. As in `Symbol.map`, the function must commute with
+    conjugation.
+    """
+    h, w = x.shape[-2:]
+    matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
+    s = analyse(x, matrices)
+    made = Spectrum(function(s.real, *real), as_pair(function(as_complex(s.pair), *pair)))
+    return synthesise(made, h, w, matrices)
+
+
 def multiply(symbol: Symbol, s: Spectrum) -> Spectrum:
     """The block-diagonal product: ``M`` on the real coefficients, ``R + iS`` on the pairs."""
     n, _, cout, _ = symbol.pair.shape
@@ -346,18 +359,11 @@ def multiplied(real: Tensor, pair: Tensor, s: Spectrum, out: Spectrum, *, adjoin
         pair = parts_apart(pair)
     # Rows multiply from the left, so the symbol itself is transposed. Its adjoint is R^T - i S^T: the sign below.
     real, r, i = (real, pair[:, 0], pair[:, 1]) if adjoint else (real.mT, pair[:, 0].mT, pair[:, 1].mT)
-    sign, rows, made = -1 if adjoint else 1, s.pair.flatten(1, 2), out.pair.flatten(1, 2)
     out.real.baddbmm_(s.real, real, beta=0)
-    if not len(pair):
-        return
-    made.baddbmm_(rows, r, beta=0)
-    # i S in one batched product for both parts: multiply by i before or after it, whichever has fewer channels.
-    if i.shape[1] <= i.shape[2]:
-        made.baddbmm_(_turned(s.pair, sign).flatten(1, 2), i)
-    else:
-        turned = torch.bmm(rows, i).view_as(out.pair)
-        out.pair[:, 0].sub_(turned[:, 1], alpha=sign)
-        out.pair[:, 1].add_(turned[:, 0], alpha=sign)
+    if len(pair):
+        made = out.pair.flatten(1, 2)
+        made.baddbmm_(s.pair.flatten(1, 2), r, beta=0)
+        made.baddbmm_(_turned(s.pair, -1 if adjoint else 1).flatten(1, 2), i)  # i S, for both parts of the rows
 
 
 def _applied(real: Tensor, pair: Tensor, bias: Tensor | None, x: Tensor, matrices: list[Tensor]) -> Tensor:

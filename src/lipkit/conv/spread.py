@@ -105,7 +105,7 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        n, (h, w), (up, left) = x.shape[1], x.shape[-2:], _centre(kernel)
+        n, (h, w) = x.shape[1], x.shape[-2:]
         exact = x.to(kernel.dtype)
         own, rest = _spectra(kernel, h, w).split([n, len(kernel) - n], 1)
         normal = torch.baddbmm(own - own.mT.conj_physical(), rest.mH, rest)
@@ -116,8 +116,7 @@ class _Convolved(torch.autograd.Function):
         # With few channels, passes over images beat tiny products.
         t = torch.fft.irfft2((solution * spectrum).sum(2), s=(h, w))
         # One kernel maps t to both parts [t; -W_2 t] of the outputs; x is subtracted from the first part below.
-        outputs = -kernel
-        outputs[:n].zero_()[:, :, up, left].fill_diagonal_(1)
+        outputs = torch.cat((_identity(kernel), -kernel[n:]))
         # Inputs are few, outputs many: only the convolution runs in the dtype of autocast.
         padded, outputs = F.pad(t.to(x.dtype), circular_pads(*kernel.shape[2:]), mode="circular"), outputs.to(x.dtype)
         y = F.conv2d(padded, outputs, None if bias is None else bias.to(x.dtype))

@@ -1,6 +1,7 @@
 """BRO and LiResNet: kernels near the identity, as block reflectors of low rank or divided by a bound of their norm."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lipkit.conv import Symbol, kernel_symbol
 from lipkit.conv.circular import circular_pads
-from lipkit.conv.spectrum import Spectrum, analyse, as_complex, as_pair, synthesise, transform_matrices
+from lipkit.conv.spectrum import as_complex, at_frequencies
 from lipkit.errors import OptionError
 from lipkit.layers import base, definitions
 from lipkit.layers.base import Family
@@ -120,12 +121,8 @@ class BroConv2d(Reflector, base.SymbolConv2d):
         if self.pointwise or 2 * len(x) > n or product_dtype(x, v.dtype) != v.dtype:
             return super().forward(x)
         x = self.resample(x).to(v.dtype)
-        h, w = x.shape[-2:]
-        matrices = transform_matrices(h, w, dtype=x.dtype, device=x.device)
-        rows, raw = analyse(x, matrices), kernel_symbol(v, h, w)
-        real = reflect(rows.real, raw.real, self.out_channels)
-        pair = as_pair(reflect(as_complex(rows.pair), as_complex(raw.pair), self.out_channels))
-        return self.add_bias(synthesise(Spectrum(real, pair), h, w, matrices))
+        raw, reflected = kernel_symbol(v, *x.shape[-2:]), partial(reflect, size=self.out_channels)
+        return self.add_bias(at_frequencies(reflected, x, [raw.real], [as_complex(raw.pair)]))
 
 
 register_one_lipschitz(BroLinear, BroConv2d)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipkit.conv.circular import circular_pad
 from lipkit.conv.patches import Size, aoc_kernel, aol_scales, period, rko_factor
-from lipkit.errors import OptionError, ShapeError, check_choice
+from lipkit.errors import OptionError, ShapeError, check_choice, rewording
 from lipkit.layers import base, definitions
 from lipkit.layers.aol import where_positive
 from lipkit.layers.base import Family, Pair
@@ -155,16 +155,13 @@ class _Native(base.Biased):
         function = resolve(orthogonalize)
         if not proved(function):
             raise OptionError(f"orthogonalize: expected a name of linalg.ORTHOGONALIZE, got {function!r}")
-        try:
+        kinds = (ValueError, TypeError, RuntimeError, AssertionError)
+        with rewording(OptionError, f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: ", *kinds):
             like = self.plain(**{**given.arguments, "device": "meta"})
             # Sizes below 1 are refused below: torch accepts them here and fails at the first input.
             # A signal is an image of one row.
             sizes = {name: (1, *getattr(like, name))[-2:] for name in ("kernel_size", "stride", "dilation")}
             least = {name: min(size) for name, size in sizes.items()}
-        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-            raise OptionError(
-                f"{type(self).__name__}: expected arguments of nn.{self.plain.__name__}: {error}"
-            ) from error
         base.check_positive(**least)
         if not isinstance(like.padding, str) and not all(isinstance(p, int) and p >= 0 for p in like.padding):
             raise OptionError(f"padding: expected numbers of at least 0, got {given.arguments['padding']!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lipkit.errors import LipkitError, ShapeError, first_line, lacks_memory
+from lipkit.errors import ShapeError, rewording
 from lipkit.linalg.matrices import check_positive
 from lipkit.modules import Shape
 from lipkit.modules.network import first_floating
@@ -112,17 +112,10 @@ def watched(model: nn.Module, x: Tensor, modules: Iterable[nn.Module]) -> tuple[
 
     modes = [(module, module.training) for module in model.modules()]
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    refused = f"{type(model).__name__} does not accept inputs of shape {tuple(x.shape[1:])}: "
     try:
-        return model.eval()(x), calls
-    except LipkitError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if lacks_memory(error):
-            raise
-        shape = tuple(x.shape[1:])
-        raise ShapeError(
-            f"{type(model).__name__} does not accept inputs of shape {shape}: {first_line(error)}"
-        ) from None
+        with rewording(ShapeError, refused, RuntimeError, ValueError, IndexError):
+            return model.eval()(x), calls
     finally:
         for handle in handles:
             handle.remove()

@@ -78,7 +78,7 @@ def blocks_pay(n: Tensor) -> bool:
 
 
 def inverse_by_blocks(n: Tensor) -> Tensor:
-    r"""The inverse of matrices with :math:`N + N^* \succeq 2 I` in float32 or better, without pivots. No derivative.
+    r"""The inverse of matrices with :math:`N + N^* \succeq 2 I` in float32 or better, without pivots.
 
     .. math:: N = \begin{bmatrix} A & B \\ C & D \end{bmatrix}, \quad S = D - C A^{-1} B, \qquad
               N^{-1} = \begin{bmatrix} A^{-1} + A^{-1} B S^{-1} C A^{-1} & -A^{-1} B S^{-1} \\
@@ -92,34 +92,18 @@ def inverse_by_blocks(n: Tensor) -> Tensor:
     products of whole batches: 0.35 to 0.6 of the time of ``torch.linalg.inv`` (one core of an AMD EPYC).
     """
     side = n.shape[-1]
-    made = torch.empty(n.shape, dtype=n.dtype, device=n.device)
-    _invert(n.resolve_conj().reshape(-1, side, side), made.view(-1, side, side))
-    return made
-
-
-def _invert(n: Tensor, out: Tensor) -> None:
-    """``out = n^-1``."""
-    side = n.shape[-1]
     if side < SMALL:
-        out.copy_(torch.linalg.inv(n))
-        return
-    half = side // 2
-    (a, b, c, d), (top, upper, lower, s) = _blocks(n, half), _blocks(out, half)
-    # Every write goes into a block of out; with beta=0 the old content, NaN included, has no effect.
-    _invert(a, top)
-    below = torch.bmm(c, top)
+        return torch.linalg.inv(n)
+    halves = n.reshape(-1, side, side).tensor_split([side // 2], 1)
+    (a, b), (c, d) = (rows.tensor_split([side // 2], 2) for rows in halves)
+    corner = inverse_by_blocks(a)
+    below, beside = torch.bmm(c, corner), torch.bmm(corner, b)
     # The Schur complement S = D - C A^-1 B keeps S + S* >= 2 I, so no level of the recursion needs pivots.
-    _invert(torch.baddbmm(d, below, b, alpha=-1), s)
-    torch.baddbmm(lower, s, below, beta=0, alpha=-1, out=lower)
-    beside = torch.bmm(top, b)
-    torch.baddbmm(upper, beside, s, beta=0, alpha=-1, out=upper)
-    # lower has the minus sign already: this adds A^-1 B S^-1 C A^-1.
-    top.baddbmm_(beside, lower, alpha=-1)
-
-
-def _blocks(n: Tensor, half: int) -> tuple[Tensor, ...]:
-    upper, lower = n.tensor_split([half], 1)
-    return (*upper.tensor_split([half], 2), *lower.tensor_split([half], 2))
+    s = inverse_by_blocks(torch.baddbmm(d, below, b, alpha=-1))
+    left, right = torch.bmm(s, below).neg_(), torch.bmm(beside, s).neg_()
+    # left has the minus sign already: this adds A^-1 B S^-1 C A^-1.
+    top = torch.baddbmm(corner, beside, left, alpha=-1)
+    return torch.cat((torch.cat((top, right), 2), torch.cat((left, s), 2)), 1).view(n.shape)
 
 
 class Factors(NamedTuple):
@@ -213,24 +197,17 @@ class _Product(torch.autograd.Function):
         normal = first.mT - first  # the transpose of N, I - W_1 + W_1^T + G for the symmetric G
         if m != n:
             one, two = (rest, rest.mT) if m < n else (rest.mT, rest)
-            normal += mirrored_product(one, two, torch.empty_like(normal))
+            normal += mirrored_product(one, two)
         normal.diagonal().add_(1)
         factors = factorize(normal, len(x))
         # Features are multiplied in their own dtype; N is factorised, and solved with, in that of the weight.
         rest, exact = rest.to(x.dtype), weight.dtype
-        if m < n:
-            own, other = x.split([m, n - m], 1)
-            own = own.to(exact)
-            h = solve_rows(factors, own - other @ rest.mT)
-            # own + 2 (h - own) = 2 h - own, in one pass.
-            y = torch.lerp(own, h, 2.0).to(x.dtype)
-        else:
-            start = x.to(exact)
-            h = solve_rows(factors, start)
-            y = x.new_empty(len(x), m)
-            y[:, :n] = torch.lerp(start, h, 2.0)
-            if m > n:
-                y[:, n:].addmm_(h.to(x.dtype), rest.mT, beta=0, alpha=-2)
+        own, other = x.tensor_split([m], 1)  # all of x if tall
+        own = own.to(exact)
+        h = solve_rows(factors, own - other @ rest.mT if m < n else own)
+        y = torch.lerp(own, h, 2.0).to(x.dtype)  # own + 2 (h - own) = 2 h - own, in one pass
+        if m > n:
+            y = torch.cat((y, -2 * (h.to(x.dtype) @ rest.mT)), 1)
         ctx.save_for_backward(weight, x, bias, h, rest, *factors)
         return y if bias is None else y.add_(bias)
 
@@ -271,22 +248,18 @@ def _gradients(
     if not asked[0]:
         return None, for_x
     normal = (rounded_k.mT @ rounded_h).to(weight.dtype)  # the gradient of N, -2 k h^T
-    made = torch.empty_like(weight)
-    for_own, for_rest = _parts(made)
-    torch.sub(normal, normal.mT, out=for_own)  # N holds W_1 - W_1^T
+    for_own = normal - normal.mT  # N holds W_1 - W_1^T
     if m == n:
-        return made, for_x
-    beside, other = (rounded_k, x[:, m:]) if wide else (rounded_h, g[:, n:])
+        return for_own, for_x
+    # W_2, or its transpose if tall, has the gradient (normal + normal^T) W_2 + beside^T other.
+    across, beside, other = (rest, rounded_k, x[:, m:]) if wide else (rest.mT, rounded_h, -2 * g[:, n:])
     if x.dtype == weight.dtype and 2 * len(x) > min(m, n):
         # A large batch has no low rank to exploit: products of full size, if no factor is rounded to half precision.
-        symmetric = normal + normal.mT
-        torch.mm(*((symmetric, rest) if wide else (rest, symmetric)), out=for_rest)
-        for_rest.addmm_(*((beside.mT, other) if wide else (other.mT, beside)), alpha=1 if wide else -2)
-        return made, for_x
-    across = rest if wide else rest.mT
-    moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
-    # Both terms as one product, joined along the batch axis.
-    solutions = torch.cat((rounded_k, rounded_h))
-    images = torch.cat((moved_h.add_(other), moved_k) if wide else (moved_h, moved_k.sub_(other, alpha=2)))
-    for_rest.copy_(solutions.mT @ images if wide else images.mT @ solutions)
-    return made, for_x
+        for_rest = torch.addmm((normal + normal.mT) @ across, beside.mT, other)
+    else:
+        # All terms as one product, joined along the batch axis.
+        moved_h, moved_k = rounded_h @ across, rounded_k @ across if moved_k is None else moved_k
+        images = (moved_h + other, moved_k) if wide else (moved_h, moved_k + other)
+        for_rest = torch.cat((rounded_k, rounded_h)).mT @ torch.cat(images)
+    for_rest = for_rest.to(weight.dtype)
+    return torch.cat((for_own, for_rest), 1) if wide else torch.cat((for_own, for_rest.mT)), for_x

@@ -121,17 +121,16 @@ def thin_svd(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 PANEL = 64
 
 
-def mirrored_product(x: Tensor, y: Tensor, out: Tensor | None = None, negative: bool = False) -> Tensor:
-    """``x @ y``, known to be symmetric (skew if ``negative``), written into ``out`` if given.
+def mirrored_product(x: Tensor, y: Tensor, negative: bool = False) -> Tensor:
+    """``x @ y``, known to be symmetric (skew if ``negative``).
 
     Examples are products of commuting symmetric or skew matrices, and of a matrix by its transpose. Of large products
     only the upper blocks are computed. The factors have the same number of dimensions, at most three.
     """
-    out = x.new_empty(*x.shape[:-1], y.shape[-1]) if out is None else out
-    c = out.shape[-1]
-    step = -(-c // (4 if c >= 8 * PANEL else 2))
+    c = y.shape[-1]
     if c < 4 * PANEL or torch.compiler.is_compiling() or x.device.type != "cpu":
-        return torch.matmul(x, y, out=out)
+        return x @ y
+    out, step = x.new_empty(*x.shape[:-1], c), -(-c // (4 if c >= 8 * PANEL else 2))
     for first, rows, panel in zip(range(0, c, step), x.split(step, -2), out.split(step, -2), strict=True):
         last = first + step
         # A panel holds rows from their diagonal block on; the part right of this block is mirrored below it.

@@ -4,6 +4,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,27 +29,15 @@ def product_settings(kind: str) -> dict[str, str]:
 
     Torch cannot read a setting whose backends differ: it is "mixed" here, and the settings of the backends follow.
     """
-    backends = torch.backends
-    found = {
+    if kind == "cuda":
+        names = ["cuda.matmul.fp32_precision", "cuda.matmul.allow_tf32"]
+    else:
+        names = ["mkldnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"]
+    return {
         "float32_matmul_precision": _read(torch.get_float32_matmul_precision),
-        "fp32_precision": _precision(backends),
+        **{name: _read(partial(attrgetter(name), torch.backends)) for name in ("fp32_precision", *names)},
         **{name: os.environ.get(name, "unset") for name in _VARIABLES.get(kind, ())},
     }
-    if kind == "cuda":
-        return found | {
-            "cuda.matmul.fp32_precision": _precision(backends.cuda.matmul),
-            "cuda.matmul.allow_tf32": _read(lambda: backends.cuda.matmul.allow_tf32),
-        }
-    mkldnn = backends.mkldnn
-    return found | {
-        "mkldnn.fp32_precision": _precision(mkldnn),
-        "mkldnn.matmul.fp32_precision": _precision(getattr(mkldnn, "matmul", None)),
-        "mkldnn.conv.fp32_precision": _precision(getattr(mkldnn, "conv", None)),
-    }
-
-
-def _precision(holder: object) -> str:
-    return _read(lambda: getattr(holder, "fp32_precision", "none"))
 
 
 def _read(get: Callable[[], object]) -> str:

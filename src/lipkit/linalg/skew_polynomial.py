@@ -18,9 +18,8 @@ The bound of its norm takes such products, too: with :math:`U = \mathrm{diag}(I,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +98,6 @@ def wide_taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -
 
 # Degrees that need no power of A beyond those of the norm.
 MAX_DEGREE = 5
-# Bytes of the matrices worked on together, few enough that intermediate results stay in the cache.
-CACHED = 2**19
 
 
 class Powers(NamedTuple):
@@ -114,33 +111,26 @@ class Powers(NamedTuple):
     squares: Sequence[Tensor]
 
 
-def _spaced(batch: Sequence[int], c: int, like: Tensor) -> Tensor:
-    """Empty matrices ``(*batch, c, c)``, rows of a multiple of 1 KiB padded: else a column shares few cache lines."""
-    fill = 0 if c * like.element_size() % 1024 else 64 // like.element_size()
-    return like.new_empty(*batch, c, c + fill)[..., :c]
+def _powers(a: Tensor, squarings: int) -> Powers:
+    r"""The powers of a skew A ``(n, c, c)``.
 
-
-def _fill_powers(out: Powers) -> None:
-    r"""Compute all of ``out`` from the skew A ``(n, c, c)`` in ``out.squares[0]``, which becomes a = A / scale.
-
-    With p the highest power in ``out``, ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is
-    at most 1; near A = 0 it is limited to ``scale / SMALLEST_NORM``.
+    With p the highest one, ``share`` is :math:`(\|a^p\|_F^2 / 2)^{-1/2p}`, so that the norm of share a is at most 1;
+    near A = 0 it is limited to ``scale / SMALLEST_NORM``.
     """
-    a = out.squares[0]
     norm = torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
     # The eigenvalues get the mean square 1, so no power up to the eighth under- or overflows.
-    out.scale.copy_((norm / math.sqrt(a.shape[-1])).clamp_min(SMALLEST_NORM))
-    a.mul_(1 / out.scale)
-    degree, beta = 1, torch.ones_like(norm)
-    for before, power in pairwise(out.squares):
+    scale = (norm / math.sqrt(a.shape[-1])).clamp_min(SMALLEST_NORM)
+    squares, degree, beta = [a * (1 / scale)], 1, torch.ones_like(norm)
+    for _ in range(squarings):
         degree *= 2
-        mirrored_product(before, before, power)
+        power = mirrored_product(squares[-1], squares[-1])
         if degree >= 8:
             norm = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True)
             beta = beta * norm ** (1 / degree)  # ||a^p||^(1/p) as a product over the divisors
             power.mul_(torch.where(norm > 0, 1 / norm, 1.0))
+        squares.append(power)
     # Eigenvalues of a real skew matrix come in pairs: half of ||a^p||^2 bounds ||a||^2p, whence 2^(1/2p).
-    torch.minimum(2 ** (0.5 / degree) / beta, out.scale / SMALLEST_NORM, out=out.share)
+    return Powers(scale, torch.minimum(2 ** (0.5 / degree) / beta, scale / SMALLEST_NORM), squares)
 
 
 def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
@@ -148,54 +138,51 @@ def _coefficients(t: Tensor, terms: int) -> list[Tensor]:
     return [t**i * (1 / math.factorial(i) if i <= terms else 0.0) for i in range(MAX_DEGREE + 1)]
 
 
-def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor, out: Tensor) -> Tensor:
-    """``out = constant + second a^2 + fourth a^4``."""
-    made = torch.mul(p.squares[1], second, out=out).addcmul_(p.squares[2], fourth)
+def _combination(p: Powers, constant: Tensor, second: Tensor, fourth: Tensor) -> Tensor:
+    """``constant + second a^2 + fourth a^4``."""
+    made = torch.mul(p.squares[1], second).addcmul_(p.squares[2], fourth)
     made.diagonal(dim1=-2, dim2=-1).add_(constant[..., 0])
     return made
 
 
-def _value(p: Powers, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` ``(n, c, c)`` with the polynomial of ``share a``, see `Powers`; ``room`` is scratch."""
+def _value(p: Powers, terms: int) -> Tensor:
+    """The polynomial of ``share a``, see `Powers`."""
     c = _coefficients(p.share, terms)
-    factor = _combination(p, c[1], c[3], c[5], room[0])
-    odd = mirrored_product(p.squares[0], factor, room[1], negative=True)
-    _combination(p, c[0], c[2], c[4], out).add_(odd)
+    odd = mirrored_product(p.squares[0], _combination(p, c[1], c[3], c[5]), negative=True)
+    return _combination(p, c[0], c[2], c[4]).add_(odd)
 
 
-def _gradient(p: Powers, g: Tensor, terms: int, room: Tensor, out: Tensor) -> None:
-    """Fill ``out`` with the gradient of W, where A = W - W^T, for the upstream gradient ``g`` ``(n, c, c)``."""
+def _gradient(p: Powers, g: Tensor, terms: int) -> Tensor:
+    """The gradient of W, where A = W - W^T, for the upstream gradient ``g`` ``(n, c, c)``."""
     t, (a, a2, a4, *higher) = p.share, p.squares
     c = _coefficients(t, terms)
     # Twice the even part: the halves below go into the coefficients.
-    even = torch.add(g, g.mT, out=room[0])  # G + G^T
-    skew = torch.sub(g, even, alpha=0.5, out=room[1])  # (G - G^T) / 2
-    odd = torch.bmm(skew, _combination(p, c[1], c[3], c[5], room[2]), out=room[3])
-    product = torch.bmm(a, skew, out=room[2])
+    even = g + g.mT
+    skew = torch.sub(g, even, alpha=0.5)  # (G - G^T) / 2
+    odd = skew @ _combination(p, c[1], c[3], c[5])
     # The gradient of the factor is a^T skew = -a skew (the sign is in the coefficients), of which only the
     # self-adjoint part acts, since the factor is self-adjoint.
-    around = torch.add(product, product.mT, out=room[4])
-    g2 = torch.mul(even, c[2] / 2, out=skew).addcmul_(around, c[3] / -2)
-    g4 = torch.mul(even, c[4] / 2, out=even).addcmul_(around, c[5] / -2)
+    product = a @ skew
+    around = product + product.mT
+    g2 = (even * (c[2] / 2)).addcmul_(around, c[3] / -2)
+    g4 = even.mul_(c[4] / 2).addcmul_(around, c[5] / -2)
     # The derivative along A itself weighs each power by its exponent. It acts through share = ||a^p||^(-1/p), unless
     # share is at its upper limit, and adds a multiple of a^(2p - 4) to the gradient of a^4.
-    dots = [torch.mul(x, y, out=around).sum((-2, -1), True) for x, y in ((odd, a), (g2, a2), (g4, a4))]
-    along = dots[0] + 2 * dots[1] + 4 * dots[2]
-    slope = torch.where(t < p.scale / SMALLEST_NORM, along / -4, torch.zeros_like(t))
+    along = _inner(odd, a) + 2 * _inner(g2, a2) + 4 * _inner(g4, a4)
+    slope = torch.where(t < p.scale / SMALLEST_NORM, along / -4, 0.0)
     # 4 + 8 + ... + p = 2 p - 4: the product of the stored powers is a^(2p - 4).
-    chain, spare = a4, (product, around)
-    for number, power in enumerate(higher):
-        chain = mirrored_product(power, chain, spare[number % 2])
-    # Times a^4 it has the trace ||a^p||^2, but for the norms that were divided out.
-    trace = torch.mul(chain, a4, out=spare[len(higher) % 2]).sum((-2, -1), True)
-    g4.addcmul_(chain, torch.where(trace > 0, slope / trace, torch.zeros_like(t)))
-    torch.bmm(g4, a2, out=product)
+    chain = a4
+    for power in higher:
+        chain = mirrored_product(power, chain)
+    trace = _inner(chain, a4)  # ||a^p||^2, but for the norms that were divided out
+    g4.addcmul_(chain, torch.where(trace > 0, slope / trace, 0.0))
+    product = g4 @ a2
     g2.add_(product).add_(product.mT)
     # The gradient of a^2 = a a is -(g2 a + a g2): g2 a here, a g2 = -(g2 a)^T by the last line.
     odd.baddbmm_(g2, a, beta=0.5, alpha=-1)
     # The gradient of A is the skew part of odd / scale, twice of which reaches W.
     odd.mul_(2 / p.scale)
-    torch.sub(odd, odd.mT, out=out)
+    return odd - odd.mT
 
 
 def taylor_exponential(w: Tensor, terms: int = 10, squarings: int = SQUARINGS) -> Tensor:
@@ -246,23 +233,6 @@ def _taylor_exponential(w: Tensor, terms: int, squarings: int = SQUARINGS) -> Te
     return taylor(a / scale[..., None, None], terms)[..., : w.shape[-2], : w.shape[-1]]
 
 
-def _squares(w: Tensor) -> Tensor:
-    """Matrices ``(..., m, n)``, padded with zeros to squares, as one batch ``(N, c, c)``."""
-    m, n = w.shape[-2:]
-    c = max(m, n)
-    return (w if m == n else F.pad(w, (0, c - n, 0, c - m))).reshape(-1, c, c)
-
-
-def _groups(square: Tensor, out: Tensor, kept: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, Powers, Tensor]]:
-    """Yield groups of matrices that fit a CPU's cache, each with its part of ``out``, its powers and five buffers."""
-    count, c, _ = square.shape
-    if square.device.type == "cpu" and not torch.compiler.is_compiling():
-        count = max(1, CACHED // (c**2 * square.element_size()))
-    room = _spaced((5, min(count, len(square))), c, square)  # for all groups: fresh memory costs a pass over it
-    for part, made, scale, share, *squares in zip(*(t.split(count) for t in (square, out, *kept)), strict=True):
-        yield part, made, Powers(scale, share, squares), room[:, : len(part)]
-
-
 class _TaylorExponential(torch.autograd.Function):
     """:func:`_taylor_exponential` of real matrices for a small degree, with half of its products.
 
@@ -271,26 +241,20 @@ class _TaylorExponential(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, terms: int, squarings: int) -> Tensor:
-        (*batch, m, n), square = w.shape, _squares(w)
-        count, c, _ = square.shape
-        made = square.new_empty(square.shape)
-        kept = [w.new_empty(count, 1, 1) for _ in range(2)] + [_spaced([count], c, w) for _ in range(squarings + 1)]
-        for part, out, powers, room in _groups(square, made, kept):
-            torch.sub(part, part.mT, out=powers.squares[0])
-            _fill_powers(powers)
-            _value(powers, terms, room, out)
+        (m, n), a = w.shape[-2:], skew_part(w)
+        powers = _powers(a.flatten(0, -3) if a.ndim > 2 else a[None], squarings)
         ctx.terms, ctx.squarings = terms, squarings
-        ctx.save_for_backward(w, *kept)
-        return made.view(*batch, c, c)[..., :m, :n].contiguous()
+        ctx.save_for_backward(w, powers.scale, powers.share, *powers.squares)
+        return _value(powers, terms).view_as(a)[..., :m, :n].contiguous()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
-        w, *kept = ctx.saved_tensors
+        w, scale, share, *squares = ctx.saved_tensors
         if torch.is_grad_enabled() or transformed(g):
             plain = partial(_taylor_exponential, terms=ctx.terms, squarings=ctx.squarings)
             return plain_gradients(plain, (w,), g)[0], None, None
-        (*batch, m, n), square = g.shape, _squares(g)
-        made = square.new_empty(square.shape)
-        for part, out, powers, room in _groups(square, made, kept):
-            _gradient(powers, part, ctx.terms, room, out)
-        return made.view(*batch, *square.shape[1:])[..., :m, :n].contiguous(), None, None
+        m, n = w.shape[-2:]
+        c = max(m, n)
+        square = F.pad(g, (0, c - n, 0, c - m)).reshape(-1, c, c)
+        made = _gradient(Powers(scale, share, squares), square, ctx.terms)
+        return made.view(*w.shape[:-2], c, c)[..., :m, :n].contiguous(), None, None

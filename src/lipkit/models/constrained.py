@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipkit.conv.patches import polyphase
-from lipkit.errors import NoRuleError, OptionError
+from lipkit.errors import NoRuleError, OptionError, rewording
 from lipkit.layers import families
 from lipkit.layers.aol import AolConv2d, AolLinear
 from lipkit.layers.cayley import CayleyConv2d, CayleyLinear
@@ -114,11 +114,9 @@ class Converter:
         assert isinstance(module, nn.Conv2d)
         sizes = (module.in_channels, module.out_channels, kernel_size(module), module.stride[0])
         bare = {"activation": None} if family.own_activation else {}  # the network keeps its own activations
-        try:
+        wrong = f"expected options of the family {family.name!r}, got {sorted(self.options)} ("
+        with rewording(OptionError, wrong, TypeError, end=")"):
             return family.conv(*sizes, **{**common, **bare, **self.options})
-        except TypeError as error:
-            given = sorted(self.options)
-            raise OptionError(f"expected options of the family {family.name!r}, got {given} ({error})") from None
 
 
 def inverse_cayley(q: Tensor) -> Tensor | None:

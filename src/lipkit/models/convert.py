@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError
+from lipkit.errors import LipkitError, NoRuleError, OptionError, ShapeError, rewording
 from lipkit.layers import Family, families
 from lipkit.layers.export import filled
 from lipkit.layers.structure import ConvexSum, ScaledAvgPool2d
@@ -171,10 +171,9 @@ def convert(
     converter = Converter(families.get(layer), options)
     result = _constrained(plain, converter, input_shape, skipped)
     if input_shape is not None:
-        try:
+        wrong = "expected a model that gives its layers one input, by position, got "
+        with rewording(OptionError, wrong, TypeError):
             shapes = [tuple(tried(each, input_shape)[0].shape) for each in (model, result)]
-        except TypeError as error:
-            raise OptionError(f"expected a model that gives its layers one input, by position, got {error}") from None
         if shapes[0] != shapes[1]:
             raise ShapeError(f"expected a converted model with outputs of shape {shapes[0]}, got {shapes[1]}")
     by_name = {row.name: row for row in (*rows, *converter.converted)}  # a settled layer may be converted, too

@@ -25,6 +25,7 @@ from lipkit.layers.base import check_positive
 from lipkit.linalg.matrices import check_integer
 from lipkit.modules import GroupSort, HalfAbs, Shape
 from lipkit.modules.activations import BY_NAME, slope_restricted
+from lipkit.modules.network import checked_shape
 
 P = ParamSpec("P")
 Made = TypeVar("Made")
@@ -160,10 +161,10 @@ def _check_kind(name: str, value: Any, annotation: Any) -> None:
 
 def check_image(input_shape: Shape, multiple: int, model: str) -> tuple[int, int, int]:
     """(C, H, W), or ``ShapeError`` unless H and W are multiples of ``multiple``."""
-    shape = sizes_of(input_shape)
+    shape = checked_shape(input_shape)
     if len(shape) != 3 or shape[1] % multiple or shape[2] % multiple:
-        sides = f"with H and W multiples of {multiple}" if multiple > 1 else "of positive integers"
-        raise ShapeError(f"{model}: expected an input shape (C, H, W) {sides}, got {input_shape}")
+        sides = f" with H and W multiples of {multiple}" if multiple > 1 else ""
+        raise ShapeError(f"{model}: expected an input shape (C, H, W){sides}, got {input_shape}")
     return shape[0], shape[1], shape[2]
 
 
@@ -228,19 +229,6 @@ def check_sizes(**sizes: Any) -> None:
             check_sizes(**{f"{name}[{i}]": each for i, each in enumerate(value)})
         else:
             check_positive(**{name: value})
-
-
-def sizes_of(input_shape: Shape) -> Shape:
-    """The sizes of an input shape; empty if it is not a sequence of positive integers."""
-    shape = python_integers(tuple(input_shape)) if isinstance(input_shape, Sequence) else ()
-    return shape if all(type(n) is int and n >= 1 for n in shape) else ()  # `type`: True is an int, too
-
-
-def flat_size(input_shape: Shape) -> int:
-    """Number of entries of one input; ``ShapeError`` unless the shape consists of positive integers."""
-    if not (shape := sizes_of(input_shape)):
-        raise ShapeError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
-    return math.prod(shape)
 
 
 def make_activation(activation: str | nn.Module | None) -> nn.Module:

@@ -35,9 +35,10 @@ from lipkit.layers.structure import shown
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.precision import autocast_off
 from lipkit.lowering import lipschitz
-from lipkit.models.frame import Positive, bounded, check_sizes, checked, flat_size, python_integers
+from lipkit.models.frame import Positive, bounded, check_sizes, checked, python_integers
 from lipkit.modules import Network, Shape, export_rule, lipschitz_rule
 from lipkit.modules.activations import slope_restricted
+from lipkit.modules.network import checked_shape
 from lipkit.modules.registry import export_part
 from lipkit.modules.storage import guard_parts
 
@@ -241,7 +242,7 @@ def lbdn(
             "expected sizes, or hidden, input_shape and classes, got "
             f"hidden={hidden!r}, input_shape={input_shape!r}, classes={classes!r}"
         )
-    network = LBDN([flat_size(input_shape), *hidden, classes], gamma, activation, **options)
+    network = LBDN([math.prod(checked_shape(input_shape)), *hidden, classes], gamma, activation, **options)
     layers = [network] if len(input_shape) == 1 else [nn.Flatten(), network]
     chain = bounded(layers, 1.0, mean, std, input_shape[0])
     return chain.to(device=device, dtype=dtype) if device is not None or dtype is not None else chain

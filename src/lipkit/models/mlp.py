@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from lipkit.layers import Scale
-from lipkit.models.frame import Layers, Positive, bounded, checked, flat_size
+from lipkit.models.frame import Layers, Positive, bounded, checked
 from lipkit.modules import Shape
+from lipkit.modules.network import checked_shape
 
 
 @checked
@@ -54,7 +55,7 @@ def mlp(
     References:
         [LBDN] section 5.1 (the four families of the square wave), Table 4.
     """
-    sizes, made = [flat_size(input_shape), *hidden], Layers(layer, options, activation)
+    sizes, made = [math.prod(checked_shape(input_shape)), *hidden], Layers(layer, options, activation)
     # The root of gamma is rounded, so a network of one dense layer has the factor gamma itself.
     factors = [math.sqrt(gamma)] * 2 if hidden else [gamma]
     scaled = gamma != 1.0 or learnable_gamma  # a constant factor of 1 is left out

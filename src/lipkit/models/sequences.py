@@ -13,9 +13,10 @@ from lipkit.errors import ShapeError, check_choice
 from lipkit.layers import CayleyLinear, LinearSystem, R2dn, Ren
 from lipkit.layers.recurrent import RecurrentLayer, masked
 from lipkit.linalg.matrices import check_integer
-from lipkit.models.frame import Positive, bounded, checked, sizes_of
+from lipkit.models.frame import Positive, bounded, checked
 from lipkit.modules import Affine, Mean, Shape, export_rule, lipschitz_rule
 from lipkit.modules.chains import chain_constant
+from lipkit.modules.network import checked_shape
 from lipkit.modules.registry import export_plain, output_shape
 
 LAYERS: dict[str, Callable[..., RecurrentLayer]] = {"r2dn": R2dn, "ren": Ren, "linear": LinearSystem}
@@ -69,9 +70,9 @@ def _layer(kind: str, inputs: int, outputs: int, states: int, units: int, option
 
 def _head(model: str, input_shape: Shape, mean: Sequence[float] | None, std: Sequence[float] | None) -> list[nn.Module]:
     """The normalisation of each feature, if any; ``ShapeError`` unless inputs are (T, features)."""
-    shape = sizes_of(input_shape)
+    shape = checked_shape(input_shape)
     if len(shape) != 2:
-        raise ShapeError(f"{model}: expected an input shape (steps, features) of positive integers, got {input_shape}")
+        raise ShapeError(f"{model}: expected an input shape (steps, features), got {input_shape}")
     if not bounded([], mean=mean, std=std, channels=shape[1]):  # checks the numbers
         return []
     scale = 1 / torch.tensor(std, dtype=torch.float64)  # rounded to the default dtype once, at the end

@@ -208,7 +208,7 @@ def quick_spectral_norm(a: Tensor) -> Quick:
     rows, columns = (wide.new_zeros(n) for n in wide.shape)
     level, ratio = wide.new_zeros(1), wide.new_zeros(())  # of matrices that are zero or not finite
     if float(kind) == 1:
-        gram = mirrored_product(wide, wide.mT, wide.new_empty(len(wide), len(wide)))
+        gram = mirrored_product(wide, wide.mT)
         # Up to side 8, all eigenvalues cost less than a call of Lanczos.
         value, rows = _lanczos(wide.float(), 1e-3, factor=True) if len(gram) > 8 else largest_eigenpair(gram)
         level = _level(scaled, gram[None], value.double()[None], (_ABOVE, 1e-2, 5e-2))
