@@ -29,7 +29,8 @@ def flatten(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Tensor | None
 def checked_shape(input_shape: Iterable[int]) -> tuple[int, ...]:
     """The shape as a tuple of positive sizes."""
     try:
-        shape = tuple(operator.index(n) for n in input_shape)
+        sizes = [*input_shape]
+        shape = () if bool in map(type, sizes) else tuple(map(operator.index, sizes))  # True is an integer to Python
     except TypeError:
         shape = ()
     if not shape or min(shape) < 1:
