@@ -76,8 +76,8 @@ q = 2 w' l (v - w) (slopes in [0, 1]) or L^2 v' l v - w' l w (constant L), chang
 By Schur complements this is H >= 0, where x+, y (and v) have rows and columns of their own.
 
 **Assumed.** IEEE 754 float64; numpy's matrix products are sums of their own n products in some order (not Strassen's,
-not FFT); exp, log, log1p, tanh, erf, sin and cos within 16 units in the last place (smooth activations only, which
-``--exact`` refuses); Python's integers, hashlib and json; this file.
+not FFT); exp, log, log1p, tanh, erf, sin, cos, arctan and arcsinh within 16 units in the last place (smooth
+activations only, which ``--exact`` refuses); Python's integers, hashlib and json; this file.
 """
 
 from __future__ import annotations
@@ -773,13 +773,15 @@ SMOOTH = {  # name: largest slope (rounded up), function, what its values are mu
     "CELU": (1, lambda c, alpha: alpha * _elu(c / alpha, 1), lambda alpha: _positive("CELU with alpha", alpha)),
     "Softplus": (1, lambda c, beta, threshold: np.logaddexp(0, beta * c) / beta, lambda beta, threshold:
                  need(threshold >= 20, "a Softplus that jumps") or 1 / _positive("Softplus with beta", beta)),
+    "Arctan": (1, np.arctan),
+    "Arcsinh": (1, np.arcsinh),
     "Sine": (1, np.sin),
     "Cosine": (1, np.cos),
     "Softshrink": (1, lambda c, lambd: np.sign(c) * np.maximum(np.abs(c) - lambd, 0),
                    lambda lambd: need(lambd >= 0, "Softshrink below 0") or 1),
 }  # fmt: skip
 RESTRICTED = {"ReLU", "Sigmoid", "Tanh", "Tanhshrink", "Softsign", "LogSigmoid", "Hardsigmoid", "Hardtanh",
-              "CELU", "Softplus", "Softshrink"}  # fmt: skip
+              "Arctan", "Arcsinh", "CELU", "Softplus", "Softshrink"}  # fmt: skip
 CURVES = {  # monotone functions, the modulus of their slopes, monotone too, and the intervals that they are smooth on
     "exp": (np.exp, math.exp, lambda low, high: high <= 700),
     "log": (np.log, lambda x: 1 / x, lambda low, high: low >= 2.0**-100),

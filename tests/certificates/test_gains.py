@@ -22,7 +22,7 @@ from lipkit.certificates import gain_matrix, gains, local_gain, runs, tight
 from lipkit.errors import NoRuleError, OptionError, ShapeError
 from lipkit.layers import MaxMin
 from lipkit.lowering import lipschitz
-from lipkit.modules import Add, Affine, Blend, Concatenate, Graph, Network, Piece, Reshape, Roll
+from lipkit.modules import Add, Affine, Arcsinh, Arctan, Blend, Concatenate, Graph, Network, Piece, Reshape, Roll
 
 
 def mlp(
@@ -140,6 +140,10 @@ def test_chords_across_kinks_count() -> None:
         (nn.Hardtanh(0.0, 6.0), (6.00001, 7.0), 0.0),
         (nn.ReLU(), (-1.0, -1e-9), 0.0),
         (nn.ReLU(), (-1.0, 1e-300), 1.0),
+        (Arctan(), (50.0, 90.0), 1 / 2501),  # far from 0 the slope still falls
+        (Arctan(), (-3.0, -2.0), 0.2),
+        (Arcsinh(), (100.0, 1e6), 1 / math.hypot(1, 100)),
+        (Arcsinh(), (-1.0, 3.0), 1.0),
     ]:
         network = Network([identity, kink], (1,))
         with torch.no_grad():

@@ -34,7 +34,8 @@ SMOOTH = [
     nn.Sigmoid(), nn.Tanh(), nn.Tanhshrink(), nn.Softsign(), nn.LogSigmoid(), nn.SiLU(), nn.Mish(), nn.GELU(),
     nn.GELU(approximate="tanh"), nn.Hardsigmoid(), nn.Hardswish(), nn.ReLU6(), nn.Hardtanh(-0.3, 0.4), nn.SELU(),
     nn.ELU(0.7), nn.ELU(1.7), nn.CELU(0.5), nn.Softplus(), nn.Softplus(3.0), nn.Softshrink(0.2), nn.Softmax(1),
-    modules.Sine(), modules.Cosine(), modules.Elementary("exp", torch.tensor([-1.0, 1.0])),
+    modules.Sine(), modules.Cosine(), modules.Arctan(), modules.Arcsinh(),
+    modules.Elementary("exp", torch.tensor([-1.0, 1.0])),
 ]  # fmt: skip
 EXACT = [
     nn.ReLU(),

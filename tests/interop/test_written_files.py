@@ -94,6 +94,8 @@ PLAIN: list[Case] = [
     (modules.MaxMin, (4, 3)),
     (lambda: modules.GroupSort(3), (6, 2)),
     (modules.Sine, (3,)),
+    (modules.Arctan, (3,)),
+    (modules.Arcsinh, (3,)),
     (modules.Cosine, (3,)),
     *((lambda name=name: modules.Elementary(name, torch.tensor([0.5, 1.5])), (3,)) for name in CURVES),
     (lambda: nn.Softmax(1), (3, 2)),

@@ -713,7 +713,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Forward, str]] = {
     "square root": (V, lambda s, x: x.relu().sqrt(), "Tensor.sqrt"),
     "exponential": (V, lambda s, x: x.exp(), "Tensor.exp"),
     "logarithm": (V, lambda s, x: torch.log(x), "torch.log"),
-    "arctangent": (V, lambda s, x: torch.atan(x), "torch.atan.*no plain form"),
+    "logsumexp": (V, lambda s, x: torch.logsumexp(x, 1), "torch.logsumexp.*no plain form"),
     "product": (V, lambda s, x: x * s.a(x), "mul.*one factor to be constant"),
     "product by a method": (V, lambda s, x: x.mul(x), "mul.*one factor to be constant"),
     "product in place": (V, lambda s, x: x.clone().mul_(s.a(x)), "mul_.*one factor to be constant"),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lipkit import analyze, certify, export, interop, lipschitz
 from lipkit.certificates.evaluators import arithmetic, machine
 from lipkit.errors import NoRuleError, OptionError
-from lipkit.modules import Cosine, Elementary, Graph, Network, Product, Sine, local_error
+from lipkit.modules import Affine, Arcsinh, Arctan, Cosine, Elementary, Graph, Network, Product, Sine, local_error
 from lipkit.modules.limits import CURVES, limited
 from lipkit.proof.roundoff import FLOAT32
 
@@ -106,6 +106,13 @@ def test_bounded_and_exported_on_a_box(name: str) -> None:
     assert float(torch.linalg.matrix_norm(slopes, 2).max()) <= found.upper
 
 
+def test_a_gate_is_at_most_one_however_large_its_input() -> None:
+    gate = Graph([Affine(torch.tensor([1e18]), torch.zeros(1)), nn.Sigmoid(), Product()], [[0], [1], [0, 2]])
+    found = limited(Network([gate], (1,)), (-2.0, 3.0))[0].nodes[2].limits.tolist()
+    assert found == pytest.approx([3.0, 1.0], rel=1e-5)
+    assert min(found) >= 1.0
+
+
 def test_a_graph_of_plain_modules_is_limited_on_a_box() -> None:
     graph = Graph([Elementary("exp"), Product()], [[0], [0, 1]])  # x e^x, steepest at 1
     assert 2 * math.e <= analyze(graph, (1,), box=(0.0, 1.0), restarts=0).upper <= 2 * math.e * (1 + 1e-5)
@@ -156,6 +163,8 @@ def test_a_classifier_of_waves_is_certified_and_written(tmp_path: Path) -> None:
 ROUNDED: list[nn.Module] = [
     Sine(),
     Cosine(),
+    Arctan(),
+    Arcsinh(),
     Elementary("exp", torch.tensor([-3.0, 4.0])),
     Elementary("log", torch.tensor([1e-3, 2.0])),
     Elementary("sqrt", torch.tensor([1e-4, 9.0])),

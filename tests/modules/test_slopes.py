@@ -15,7 +15,7 @@ from torch import nn
 
 from lipkit.errors import NoRuleError
 from lipkit.lowering import lipschitz
-from lipkit.modules import GroupSort, MaxMin
+from lipkit.modules import Arcsinh, Arctan, GroupSort, MaxMin
 from lipkit.modules.activations import slope_restricted
 
 
@@ -65,6 +65,8 @@ EXACT = [
     (nn.CELU(5.0), 1.0),
     (nn.SELU(), 1.0507009873554804934 * 1.6732632423543772848),
     (nn.Tanh(), 1.0),
+    (Arctan(), 1.0),
+    (Arcsinh(), 1.0),
     (nn.Sigmoid(), 0.25),
     (nn.Softplus(), 1.0),
     (nn.Softplus(3.0, 40.0), 1.0),

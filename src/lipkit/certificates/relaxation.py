@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError
-from lipkit.modules.activations import ACTIVATIONS, slope_restricted
+from lipkit.modules.activations import ACTIVATIONS, Arcsinh, Arctan, slope_restricted
 from lipkit.modules.guarding import type_name
 from lipkit.modules.isometric import HalfAbs, LPReLU, NActivation
 from lipkit.modules.machine import local_error
@@ -59,7 +59,7 @@ CURVES: dict[type[nn.Module], Curve] = {
     nn.Hardsigmoid: Curve(_at(-3.0, 3.0), (0, 0, 0)),
     nn.Hardswish: Curve(_at(-3.0, 3.0), (0, 1, 0)),
     NActivation: Curve(lambda m: (m.thresholds.amin(0), m.thresholds.amax(0)), (0, 0, 0)),
-    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softsign), Curve(_at(0.0), (1, -1))),
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softsign, Arctan, Arcsinh), Curve(_at(0.0), (1, -1))),
     nn.Tanhshrink: Curve(_at(0.0), (-1, 1)),
     nn.Softplus: Curve(_at(), (1,)),
     nn.LogSigmoid: Curve(_at(), (-1,)),

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lipkit.bounds.lmi_solver import minimise_gain
 from lipkit.certificates.relaxation import curve_of, derivative, least_slope
 from lipkit.lowering import lipschitz
+from lipkit.modules.activations import Arcsinh, Arctan
 from lipkit.modules.registry import Shape
 from lipkit.modules.slope_runs import MOST_ROWS, Action, Part, composed, mapped, walked, widened
 from lipkit.proof.roundoff import UNIT, known, next_down, next_up, up
@@ -201,7 +202,7 @@ def _shifted(column: Part, shift: Tensor) -> Part:
 # Smooth functions, and the points where they turn; their derivatives turn at the joints of `relaxation.Curve`. Ten
 # digits are enough: near a turning point, values change by the square of the distance.
 _TURNS: dict[type[nn.Module], tuple[float, ...]] = {
-    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softplus), ()),
+    **dict.fromkeys((nn.Tanh, nn.Sigmoid, nn.Softplus, Arctan, Arcsinh), ()),
     nn.SiLU: (-1.2784645428,),
     nn.GELU: (-0.7517915247,),
 }
@@ -231,8 +232,9 @@ def slopes_of(module: Any, low: Tensor, high: Tensor, constant: float) -> tuple[
 
     # Of computed values and derivatives: beyond its threshold, at least 20, torch's Softplus is the identity.
     error = 2.0**-27 if kind is nn.Softplus else 2.0**-44
-    # Beyond 40, each derivative is 0 or 1 up to far less than this error.
-    found = [derivative(module, x.clamp(-40, 40)) for x in reached(curve.joints(module))]
+    # Beyond 40, each derivative that falls exponentially is 0 or 1 up to far less than this error.
+    far = math.inf if kind in (Arctan, Arcsinh) else 40.0
+    found = [derivative(module, x.clamp(-far, far)) for x in reached(curve.joints(module))]
     a, b = _outwards(found, 0.0, error)
     a, b = torch.maximum(a, least), torch.minimum(b, most)
     return (a, b), _outwards([module(x) for x in reached(_TURNS[kind])], error, error)

@@ -413,7 +413,7 @@ def _constant(c: Call) -> Tensor:
 
 _NEIGHBOURS: dict[str, tuple[str, float]] = {"alpha": ("alpha", 1e-4), "beta": ("beta", 0.75), "k": ("bias", 1.0)}
 # Functions of torch of the same name, in lower case; activations of the same name; reductions by names of methods.
-_FUNCTIONS = ("Abs", "Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", "Sin", "Sqrt")
+_FUNCTIONS = ("Abs", "Asinh", "Atan", "Ceil", "Cos", "Erf", "Exp", "Floor", "Log", "Reciprocal", "Sin", "Sqrt")
 _ACTIVATIONS = ("Mish", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _REDUCED = {"L1": "abs", "L2": "norm", "Max": "amax", "Mean": "mean", "Min": "amin", "Prod": "prod", "Sum": "sum"}
 _SAME, _SHRINK = activation(nn.Identity), activation(nn.Softshrink, lambd=("lambd", 0.5))

@@ -507,6 +507,3 @@ plain(torch.clamp_max, "clamp_max", "clamp_max_", place=joined)(lambda call, x, 
 def _logsumexp(call: Build, x: Operand, dim: Any, keepdim: bool = False) -> int:
     call.dims(call.operand(x), dim)
     return call.keep(x)  # its gradient is a softmax, of norm at most 1
-
-
-function_rule(torch.atan, torch.arctan, "atan", "arctan")(lambda call, x: call.keep(x))  # its slope is at most 1

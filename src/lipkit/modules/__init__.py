@@ -3,6 +3,8 @@
 from lipkit.modules import chains, convolutions  # noqa: F401 (their rows are added)
 from lipkit.modules.activations import (
     Activation,
+    Arcsinh,
+    Arctan,
     Cosine,
     GroupSort,
     MaxMin,
@@ -50,7 +52,17 @@ __all__ += ["add_activation", "add_plain", "export_rule", "lipschitz_rule", "rul
 __all__ += ["Range", "around", "exact", "guard", "local_error", "monotone", "one_sign", "output_shape"]  # for rules
 __all__ += ["Network", "load", "save", "sha256"]  # what is exported and stored
 __all__ += ["Affine", "BatchLipNorm", "Center", "LayerCenter", "PositionCode", "UnitNorm"]  # scales and shifts
-__all__ += ["Activation", "Cosine", "Elementary", "GroupSort", "HalfAbs", "Householder", "LPReLU"]  # activations
+__all__ += [
+    "Activation",
+    "Arcsinh",
+    "Arctan",
+    "Cosine",
+    "Elementary",
+    "GroupSort",
+    "HalfAbs",
+    "Householder",
+    "LPReLU",
+]  # activations
 __all__ += ["MaxMin", "MaxMinShift2d", "NActivation", "Sine", "group_sort", "maxmin"]
 __all__ += ["FourierConv2d", "SandwichBlock", "SlopeResidual", "SpreadConv2d", "TaylorConv2d"]  # linear maps
 __all__ += ["Enlarge", "EnlargeBilinear", "Expand", "L2NormPool2d", "Mean"]  # other sizes

@@ -3,7 +3,8 @@ r"""Scalar activations and their table, sorting and softmax, with their rounding
 A scalar function that the machine evaluates within :math:`u (a |h| + b) + j` of the exact one has an error of at most
 :math:`u (a \|h\| + b \sqrt{n}) + j \sqrt{n}` on n numbers. The coefficients follow from the formulas that torch
 evaluates, with an **allowance of 16 units in the last place** for each function of the mathematical library (exp,
-expm1, log, log1p, tanh, erf, sin, cos): the libraries in use promise 4 or better. That of a softmax is allowed 64.
+expm1, log, log1p, tanh, erf, sin, cos, atan, asinh): the libraries in use promise 4 or better. That of a softmax is
+allowed 64.
 """
 
 import math
@@ -193,6 +194,28 @@ class Cosine(nn.Module):
         return torch.cos(x)
 
 
+class Arctan(nn.Module):
+    """The arctangent: 1-Lipschitz, of slopes in [0, 1], with values in (-pi / 2, pi / 2).
+
+    >>> Arctan()(torch.zeros(1, 1)).item()
+    0.0
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.atan(x)
+
+
+class Arcsinh(nn.Module):
+    """The inverse hyperbolic sine, log(x + sqrt(x^2 + 1)): 1-Lipschitz, of slopes in [0, 1].
+
+    >>> Arcsinh()(torch.zeros(1, 1)).item()
+    0.0
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.asinh(x)
+
+
 # One unit in the last place is at most 2 u of the result.
 LIBRARY = 2 * 16.0
 
@@ -305,7 +328,7 @@ class Activation(NamedTuple):
         restricted: True if its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             bool, or a function of the module.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
-        largest: bounds the modulus of its values.
+        largest: bounds the modulus of its values; of the machine's up to `LIBRARY` + 8 units of roundoff.
     """
 
     kind: type[nn.Module]
@@ -372,17 +395,21 @@ for _row in (
     Activation(nn.ReLU6, 1.0, (0.0, 0.0), None, True, (F.relu6,)),
     Activation(nn.CELU, lambda m: _positive(m, "alpha", "it grows exponentially otherwise"), _celu_error,
                {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
-    Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_")),
+    Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_"), 1.0),
+    # |arctan x| and |arcsinh x| are at most |x|
+    Activation(Arctan, 1.0, (LIBRARY + 2, 0.0), {}, True,
+               (torch.atan, torch.atan_, torch.arctan, "atan", "atan_", "arctan"), math.pi / 2),
+    Activation(Arcsinh, 1.0, (LIBRARY + 2, 0.0), {}, True, (torch.asinh, torch.arcsinh, "asinh", "arcsinh")),
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
     Activation(nn.Sigmoid, 0.25, (1.0, LIBRARY + 4), {}, True,
-               (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_")),
+               (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), 1.0),
     # (x + 3) / 6 inside (-3, 3), at most 1, and its product by x
     Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), lambda m, *at: pointwise(4.0, 8.0, _SIXTH, *at), {}, True,
                (F.hardsigmoid,)),
     Activation(nn.Softplus, _softplus, _softplus_error, {"beta": real, "threshold": real},
                lambda m: 0 < m.beta < math.inf and SOFTPLUS_THRESHOLD <= m.threshold < math.inf, (F.softplus,)),
     # x / (1 + |x|)
-    Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,)),
+    Activation(nn.Softsign, 1.0, (6.0, 0.0), {}, True, (F.softsign,), 1.0),
     # min(0, x) - log1p(e^-|x|), with log1p <= log 2
     Activation(nn.LogSigmoid, 1.0, (2.0, 2 * LIBRARY + 4), {}, True, (F.logsigmoid,)),
     Activation(nn.Hardtanh, lambda m: 1.0 if -math.inf < m.min_val <= m.max_val < math.inf else math.inf,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lipkit.errors import NoRuleError, OptionError, ShapeError, check_choice
-from lipkit.modules.activations import LIBRARY, pointwise
+from lipkit.modules.activations import ACTIVATIONS, LIBRARY, pointwise
 from lipkit.modules.forms import Form, added
 from lipkit.modules.graph import Add, Blend, Concatenate, Graph, Join, Joining, Maximum, check_alike
 from lipkit.modules.machine import local_error
@@ -309,6 +309,8 @@ def _rounded(module: nn.Module, parts: list[Range]) -> Range:
         found, (x,) = _range_of(module, *parts), parts
         own = local_error(module, tuple(x.low.shape[1:]), FLOAT64)(x.centre).error.below(Line(size(x.radius), 0.0))
     room = 4 * float(own.at) + 2.0**-48 * found.farthest
+    if type(module) in ACTIVATIONS:  # also far from 0, where errors that grow with the input say little
+        room = torch.minimum(room, torch.full_like(room, 2.0**-45 * ACTIVATIONS[type(module)].largest))
     return Range(found.low - room, found.high + room)
 
 
