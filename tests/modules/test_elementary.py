@@ -106,11 +106,18 @@ def test_bounded_and_exported_on_a_box(name: str) -> None:
     assert float(torch.linalg.matrix_norm(slopes, 2).max()) <= found.upper
 
 
-def test_a_gate_is_at_most_one_however_large_its_input() -> None:
-    gate = Graph([Affine(torch.tensor([1e18]), torch.zeros(1)), nn.Sigmoid(), Product()], [[0], [1], [0, 2]])
+@pytest.mark.parametrize("bounded", [nn.Sigmoid(), nn.Tanh(), nn.Hardsigmoid(), nn.Softsign()])
+def test_a_gate_is_at_most_one_however_large_its_input(bounded: nn.Module) -> None:
+    gate = Graph([Affine(torch.tensor([1e18]), torch.zeros(1)), bounded, Product()], [[0], [1], [0, 2]])
     found = limited(Network([gate], (1,)), (-2.0, 3.0))[0].nodes[2].limits.tolist()
     assert found == pytest.approx([3.0, 1.0], rel=1e-5)
     assert min(found) >= 1.0
+
+
+def test_ranges_beyond_float64_are_no_limits() -> None:
+    large = Affine(torch.tensor([1e200], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(NoRuleError, match=r"bounded on the box, got ranges without end, or beyond float64"):
+        limited(Network([large, large, Graph([Product()], [[0, 0]])], (1,)), (0.0, 1.0))
 
 
 def test_a_graph_of_plain_modules_is_limited_on_a_box() -> None:

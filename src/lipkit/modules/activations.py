@@ -328,7 +328,7 @@ class Activation(NamedTuple):
         restricted: True if its slope lies in [0, 1] everywhere, as sandwich, SLL and CPL layers and the LMI need; a
             bool, or a function of the module.
         functions: functions of torch and methods of tensors that compute it, with the same arguments.
-        largest: bounds the modulus of its values; of the machine's up to `LIBRARY` + 8 units of roundoff.
+        largest: bounds the modulus of its values; of the machine's up to `_SIXTH` of it.
     """
 
     kind: type[nn.Module]
@@ -405,7 +405,7 @@ for _row in (
                (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), 1.0),
     # (x + 3) / 6 inside (-3, 3), at most 1, and its product by x
     Activation(nn.Hardsigmoid, math.nextafter(1 / 6, 1), lambda m, *at: pointwise(4.0, 8.0, _SIXTH, *at), {}, True,
-               (F.hardsigmoid,)),
+               (F.hardsigmoid,), 1.0),
     Activation(nn.Softplus, _softplus, _softplus_error, {"beta": real, "threshold": real},
                lambda m: 0 < m.beta < math.inf and SOFTPLUS_THRESHOLD <= m.threshold < math.inf, (F.softplus,)),
     # x / (1 + |x|)

@@ -73,7 +73,8 @@ class Limited(Join):
         largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
         if not bool(largest.isfinite().all()):
             name = self.where or type(self).__name__
-            raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {largest.tolist()}")
+            got = "ranges without end, or beyond float64: they grow from layer to layer"
+            raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {got}")
         made.limits = torch.minimum(largest, self.limits.double()).to(self.limits)  # smaller ones stay
         return made
 
@@ -310,7 +311,7 @@ def _rounded(module: nn.Module, parts: list[Range]) -> Range:
         own = local_error(module, tuple(x.low.shape[1:]), FLOAT64)(x.centre).error.below(Line(size(x.radius), 0.0))
     room = 4 * float(own.at) + 2.0**-48 * found.farthest
     if type(module) in ACTIVATIONS:  # also far from 0, where errors that grow with the input say little
-        room = torch.minimum(room, torch.full_like(room, 2.0**-45 * ACTIVATIONS[type(module)].largest))
+        room = torch.minimum(room, torch.full_like(room, 2.0**-22 * ACTIVATIONS[type(module)].largest))
     return Range(found.low - room, found.high + room)
 
 
