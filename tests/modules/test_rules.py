@@ -269,6 +269,11 @@ def test_reshapes_of_the_batch_are_refused(module: nn.Module, shape: tuple[int, 
         lipschitz(module, shape)
 
 
+def test_a_softmax_without_its_dimension_asks_for_it() -> None:
+    with pytest.raises(NoRuleError, match=r"got None .*: torch guesses it; give -1"):
+        export(nn.Softmax(), (3,))
+
+
 @pytest.mark.parametrize(
     ("module", "shape"),
     [

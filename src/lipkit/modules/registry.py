@@ -119,7 +119,8 @@ def check_samples_apart(module: nn.Module, input_shape: Shape | None) -> None:
         least, most = (1, 9) if input_shape is None else (len(input_shape),) * 2
         if type(dim) is not int or dim == 0 or not -least <= dim <= most:
             expected = "expected dimensions that leave the batch (dimension 0) alone"
-            got = f"got {dim!r} for inputs of shape {input_shape}: its output would mix samples; count from 1"
+            why = "its output would mix samples; count from 1" if dim is not None else "torch guesses it; give -1, say"
+            got = f"got {dim!r} for inputs of shape {input_shape}: {why}"
             raise NoRuleError(f"nn.{type(module).__name__}: {expected}, {got}")
 
 
