@@ -116,7 +116,7 @@ def test_overrides_apply_in_order_and_open_short_forms():
         ("lr=1", "unknown key 'lr', did you mean 'train.lr'"),
         ("model.width=2", "unknown key 'model.width', did you mean 'model.options.width'"),
         ("model.options.layer=foo", "model: layer: expected one of cayley, .*, plain, plain_conv, got 'foo'"),
-        ("model.options.activation=foo", "model: activation: expected one of celu, .*, got 'foo'"),
+        ("model.options.activation=foo", "model: activation: expected one of arcsinh, arctan, celu, .*, got 'foo'"),
         ("model={name: lbdn, options: {activation: [relu, foo]}}", "activation: expected one of .*, got 'foo'"),
         ("model={name: lipconvnet, options: {first_blocks: foo}}", "layer: expected one of cayley, .*, got 'foo'"),
         ("model={name: patchnet, options: {layer: aol}}", "model patchnet: unknown option 'layer'; known: .*std"),

@@ -268,7 +268,7 @@ def test_other_activations_are_refused(activation: object) -> None:
         lambda: SandwichLinear(3, 4, activation=activation),
         lambda: SandwichConv2d(3, 4, 3, activation=activation),
     ):
-        with pytest.raises(OptionError, match=r"expected one with slope in \[0, 1\] \(celu, .*got "):
+        with pytest.raises(OptionError, match=r"expected one with slope in \[0, 1\] \(arcsinh, arctan, celu, .*got "):
             make()
 
 

@@ -311,7 +311,7 @@ def _rounded(module: nn.Module, parts: list[Range]) -> Range:
         own = local_error(module, tuple(x.low.shape[1:]), FLOAT64)(x.centre).error.below(Line(size(x.radius), 0.0))
     room = 4 * float(own.at) + 2.0**-48 * found.farthest
     if type(module) in ACTIVATIONS:  # also far from 0, where errors that grow with the input say little
-        room = torch.minimum(room, torch.full_like(room, 2.0**-22 * ACTIVATIONS[type(module)].largest))
+        room = room.clamp_max(2.0**-22 * ACTIVATIONS[type(module)].largest)
     return Range(found.low - room, found.high + room)
 
 
