@@ -60,6 +60,7 @@ def windows_back(s: Net, x: Tensor) -> Tensor:
     windows = x.view(n, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
     windows = s.qkv(windows)[..., 4:12].softmax(1)
     n = windows.shape[0] // (h * w // 4)
+    windows = windows.reshape(n * h // 2, w // 2, 2, 2, -1)  # of all samples, as MobileViT does
     return windows.view(n, h // 2, w // 2, 2, 2, -1).transpose(2, 3).reshape(n, h, w, -1)
 
 
@@ -416,6 +417,8 @@ MIXED: dict[str, tuple[tuple[int, ...], Forward]] = {
     "value of rows": (V, lambda s, x: torch.cat((x, x.new_full((x.shape[0], 1), x.shape[0] // 9)), 1)),
     "rows by name": (V, lambda s, x: x + torch.full(size=(1, 4), fill_value=x.shape[0] + 0.0)),
     "fill first": (V, lambda s, x: torch.cat((x, torch.full(fill_value=x.shape[0], size=(4,)).expand_as(x)), 1)),
+    "the square of the batch": (G, lambda s, x: x.repeat(x.shape[0], 1, 1).view(x.shape[0] * x.shape[0], 5, 8)[:1] + x),
+    "another multiple": (G, lambda s, x: x.expand(5, 8).reshape((80 // x.shape[0]) * x.shape[0] // 80 * 5, 8)[None]),
     "a share of merged entries": (G, lambda s, x: x.reshape(x.flatten(0, 1).shape[0] // 4, 5, 8)),  # 5 at a batch of 4
     "rows that count": (V, lambda s, x: torch.cat((x, torch.ones_like(x).cumsum(0)), 1)),
     "token of the batch": (M, lambda s, x: torch.cat((x.mean(0, keepdim=True).expand(x.shape[0], -1, -1), x), 1)),

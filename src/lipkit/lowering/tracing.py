@@ -456,9 +456,12 @@ class _Tracer(fx.Tracer):
                 more = self._evaluated(node, 1)
             self._watch.paused = False
             self._values[node] = found, more
-            if target is operator.floordiv and hows == [SIZE] and (found, more) == BATCHES:
-                # Samples merged with n entries each, divided by n: for every batch its size.
-                node.meta["batch"] = all(self.value(inputs[0], k) % args[1] == 0 for k in (0, 1))
+            if target in (operator.floordiv, operator.mul) and hows == [SIZE] and type(found) is int:
+                few, many = BATCHES
+                # An integer times the size of the batch, for every batch: a product, or a quotient without rest.
+                inner = self.value(inputs[0]) // few
+                whole = target is operator.mul or (type(args[1]) is int and inner % args[1] == 0)
+                node.meta["batch"] = whole and found > 0 == found % few and found * many == more * few
                 note_dependence(node, self.how)
         return proxy
 

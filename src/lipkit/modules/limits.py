@@ -71,9 +71,9 @@ class Limited(Join):
         made, slack = copy.deepcopy(self), max(_SLACK, torch.finfo(self.limits.dtype).eps)
         ends = [max(float(factor.farthest.max()), _LEAST) for factor in factors]
         largest = torch.tensor(ends, dtype=torch.float64) * (1 + slack)
-        if not bool(largest.isfinite().all()):
+        if not bool(largest.to(self.limits).isfinite().all()):
             name = self.where or type(self).__name__
-            got = "ranges without end, or beyond float64: they grow from layer to layer"
+            got = "ranges without end, or beyond the format of the network: they grow from layer to layer"
             raise NoRuleError(f"{name}: expected factors that are bounded on the box, got {got}")
         made.limits = torch.minimum(largest, self.limits.double()).to(self.limits)  # smaller ones stay
         return made
