@@ -461,7 +461,7 @@ class _Tracer(fx.Tracer):
                 # An integer times the size of the batch, for every batch: a product, or a quotient without rest.
                 inner = self.value(inputs[0]) // few
                 whole = target is operator.mul or (type(args[1]) is int and inner % args[1] == 0)
-                node.meta["batch"] = whole and found > 0 == found % few and found * many == more * few
+                node.meta["batch"] = whole and found > 0 and found % few == 0 and more == found // few * many
                 note_dependence(node, self.how)
         return proxy
 
