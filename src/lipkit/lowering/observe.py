@@ -260,12 +260,12 @@ def _for_many_rows(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
     rows, many = values[node.all_input_nodes[0]], 2**20
     if not isinstance(rows, Rows) or node.target not in (F.normalize, operator.getitem, torch.split, "split"):
         return True
+    given: Any = fx.node.map_arg((node.args[1:], node.kwargs), values.get)
     if node.target is F.normalize:  # the norm of many rows is above its eps
-        return bool(node.kwargs.get("dim", (*node.args[2:], 1)[0]) % rows.row.ndim != rows.axis)
+        return bool(given[1].get("dim", (*given[0][1:], 1)[0]) % rows.row.ndim != rows.axis)
     with suppress(Exception):  # of entries that a tensor chooses
-        given = rows.row.to("meta").expand([many if d == rows.axis else -1 for d in range(rows.row.ndim)])
-        args, kwargs = fx.node.map_arg((node.args[1:], node.kwargs), values.get)
-        return all(many in t.shape for t in tensors(evaluate(nn.Module(), node, (given, *args), kwargs)))
+        first = rows.row.to("meta").expand([many if d == rows.axis else -1 for d in range(rows.row.ndim)])
+        return all(many in t.shape for t in tensors(evaluate(nn.Module(), node, (first, *given[0]), given[1])))
     return False
 
 

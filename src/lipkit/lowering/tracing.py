@@ -95,7 +95,7 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
         if read not in (*_STATIC, *_STATIC_METHODS):
-            whole = node.target == "size" and not node.args[0].meta.get("varies")  # of rows that may be cut, also BATCH
+            whole = node.target == "size" and not node.all_input_nodes[0].meta.get("varies")  # by cut rows
             found[node] = SIZE if whole else ROWS if node.target in LIKE[:-1] else BATCH
     else:
         made = [how for how in hows if how in (SIZE, BATCH)]
