@@ -284,6 +284,7 @@ IMAGES: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     "group normalisation": ((4, 3, 3), lambda: nn.GroupNorm(2, 4, eps=0.3)),
     "instance normalisation": ((4, 3, 3), lambda: nn.InstanceNorm2d(4, eps=0.3, affine=True)),
     "pools": ((2, 8, 8), lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))),
+    "features of all channels": ((4, 2, 3), lambda: nn.Sequential(nn.Dropout2d(), nn.Flatten(), nn.Linear(24, 2))),
     "normalised weight": ((4, 3, 3), lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 2, 2))),
 }
 
@@ -318,6 +319,32 @@ def test_images_merged_into_the_batch_are_joined_channels(name: str) -> None:
     if bound.requires_grad:
         bound.backward()
         assert any(bool(p.grad.abs().sum() > 0) for p in module.parameters() if p.grad is not None)
+
+
+UNBATCHED: dict[str, tuple[tuple[int, ...], nn.Module]] = {
+    "average": ((5, 6), nn.AdaptiveAvgPool2d((2, 3))),
+    "windows": ((3, 4), nn.AvgPool2d((3, 1), (1, 1), (1, 0))),
+    "largest": ((5, 6), nn.MaxPool2d(3, 1, 1)),
+    "sequences": ((7,), nn.AdaptiveAvgPool1d(5)),
+}
+
+
+@pytest.mark.parametrize("name", UNBATCHED)
+def test_images_without_channels_are_not_joined(name: str) -> None:
+    size, module = UNBATCHED[name]  # it takes the batch for channels, and joined images for one
+    for function in (export, lipschitz, analyzed):
+        with pytest.raises(NoRuleError, match="batch"):
+            function(Frames(module).eval(), (3, *size))
+
+
+def test_the_size_of_the_batch_splits_images_off() -> None:
+    network, x = (
+        Net(lambda s, x: s.a(x.flatten(0, 1)).unflatten(0, (x.shape[0], 3)).amax(1)).eval(),
+        torch.randn(5, 3, 4),
+    )
+    torch.testing.assert_close(export(network, (3, 4))(x), network(x))
+    with pytest.raises(NoRuleError, match="mixes the batch"):
+        export(Net(lambda s, x: s.a(x.flatten(0, 1)).unflatten(0, (3, x.shape[0])).amax(0)).eval(), (3, 4))
 
 
 def test_where_the_batch_is() -> None:

@@ -446,12 +446,33 @@ def test_rows_of_the_size_of_the_batch_are_recorded(made: str) -> None:
         "F.normalize(s.mid.expand(x.shape[0], -1), dim=0)",
         "torch.where(torch.zeros(x.shape[0], 4).softmax(0) < 0.02, 2.0, 1.0)",
         "torch.tile(s.w, (x.shape[0], 1))[: x.shape[0]]",
+        "F.normalize(s.mid.expand(x.shape[0], -1), dim=0, eps=99.0)",  # below eps for fewer than 5000 samples
+        "torch.zeros(x.shape[0], 4)[-100:]",
+        "torch.zeros(x.shape[0], 4).split(100)[0]",
     ],
 )
 def test_rows_that_change_with_the_batch_are_refused(made: str) -> None:
     for function in (export, analyzed):
         with pytest.raises((NoRuleError, ShapeError)):
             function(Net(eval(f"lambda s, x: s.a(x) * {made}")).eval(), V)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *("torch.zeros(x.shape[0])[:100].shape[0]", "torch.zeros(x.shape[0], 4).split(100)[0].shape[0]"),
+        "torch.zeros(x.shape[0], 4).view(-1)[:400].shape[0] // 4",
+        "torch.zeros(torch.zeros(x.shape[0])[:100].shape[0], 4).shape[0]",
+        "torch.where(torch.ones(x.shape[0]).cumsum(0) < 101)[0].shape[0]",
+    ],
+)
+def test_sizes_of_rows_that_are_cut_are_not_those_of_the_batch(size: str) -> None:
+    network = Net(eval(f"lambda s, x: s.a(x).reshape({size}, -1, 4).mean(1)")).eval()
+    assert network(torch.zeros(100, 4)).shape == (100, 4)
+    assert network(torch.zeros(200, 4)).shape == (100, 4)  # a mean over two samples
+    for function in (export, analyzed, lipschitz):
+        with pytest.raises(NoRuleError, match="made from the size of the batch"):
+            function(network, V)
 
 
 def _unpacked(x: Tensor) -> Tensor:

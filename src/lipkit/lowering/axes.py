@@ -202,12 +202,13 @@ def batch_first(call: Build) -> Build:
     return call.covered(place)
 
 
-IMAGES = (
-    nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm1d,
-    nn.InstanceNorm2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-)  # fmt: skip
-"""Modules that start from channels: images that are merged into the batch are joined channels to them."""
+# Modules to which images that are merged into the batch are joined channels, and the dimensions that they count: with
+# one less, pools and instance normalisation take the batch for channels.
+_LINES = (nn.Conv1d, nn.InstanceNorm1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d)
+_PLANES = (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.InstanceNorm2d, nn.MaxPool2d, nn.AvgPool2d,
+           nn.AdaptiveAvgPool2d, nn.Dropout2d)  # fmt: skip
+IMAGES: dict[type[nn.Module], Any] = {nn.BatchNorm1d: (2, 3), nn.GroupNorm: range(2, 7), nn.Flatten: range(2, 9)}
+IMAGES |= dict.fromkeys(_LINES, (3,)) | dict.fromkeys(_PLANES, (4,))
 
 
 def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
@@ -217,6 +218,5 @@ def keeps_place(module: Any, x: Operand, y: Operand) -> bool:
         used = 0
     elif kind in (nn.Linear, nn.LayerNorm):
         used = 1 if kind is nn.Linear else len(module.normalized_shape)
-    if kind in IMAGES and x.rank > 1 and x.place[:2] == y.place[:2] and x.axis == 0:
-        return True
-    return x.place[:2] == y.place[:2] == (0, 1) or (x.place == y.place and x.axis + used < x.rank)
+    first = x.axis == 0 and x.place[:2] == y.place[:2] and (x.inner == 1 or x.rank in IMAGES.get(kind, ()))
+    return first or (x.place == y.place and x.axis + used < x.rank)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from lipkit.errors import NoRuleError, rewording
@@ -138,12 +139,15 @@ def observe(root: Root, graph: fx.Graph, input_shape: tuple[int, ...]) -> Observ
         for user in list(old.users):
             if position[user] > position[new]:
                 user.replace_input_with(old, new)
-    how = dependence(graph)
-    values = {n: _merged(how.get(n), runs[0].values.get(n), runs[1].values.get(n)) for n in graph.nodes}
+    how, values = dict[fx.Node, str](), dict[fx.Node, Any]()
     for n in graph.nodes:
+        tracing.note_dependence(n, how)
+        values[n] = _merged(how.get(n), runs[0].values.get(n), runs[1].values.get(n))
+        given = [values[m] for m in n.all_input_nodes if how.get(m) == ROWS]
         # A step function of 1 / B may be the same for both batch sizes and another for a third.
-        if how.get(n) == ROWS and any(values[m] is VARIES for m in n.all_input_nodes if how.get(m) == ROWS):
+        if how.get(n) == ROWS and (VARIES in given or not _for_many_rows(n, values)):
             values[n] = VARIES
+        n.meta["varies"] = values[n] is VARIES
     # A condition is a constant; in-place calls may have changed it since.
     if any(n.target is operator.truth and (n in how or value is VARIES) for n, value in values.items()):
         raise NoRuleError(
@@ -249,6 +253,20 @@ def _merged(how: str | None, a: Any, b: Any) -> Any:
     if how:
         return VARIES
     return a if equal(contents(a, {}), contents(b, {})) else VARIES
+
+
+def _for_many_rows(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """False if a call of rows may cut some off, or read several at once, for batches larger than `BATCHES`."""
+    rows, many = values[node.all_input_nodes[0]], 2**20
+    if not isinstance(rows, Rows) or node.target not in (F.normalize, operator.getitem, torch.split, "split"):
+        return True
+    given: Any = fx.node.map_arg((node.args[1:], node.kwargs), values.get)
+    if node.target is F.normalize:  # the norm of many rows is above its eps
+        return bool(given[1].get("dim", (*given[0][1:], 1)[0]) % rows.row.ndim != rows.axis)
+    with suppress(Exception):  # of entries that a tensor chooses
+        first = rows.row.to("meta").expand([many if d == rows.axis else -1 for d in range(rows.row.ndim)])
+        return all(many in t.shape for t in tensors(evaluate(nn.Module(), node, (first, *given[0]), given[1])))
+    return False
 
 
 def check_outputs(

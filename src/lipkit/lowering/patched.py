@@ -40,15 +40,12 @@ def einops_by_torch(symbol: type) -> Iterator[None]:
         return
     backend = functions.get_backend(torch.empty(0))
 
-    def apply(backend: Any, recipe: Any, tensor: Any, reduction_type: Any, axes_lengths: Any) -> Any:
-        return _applied(functions, backend, recipe, tensor, reduction_type, axes_lengths)
+    def apply(recipe: Any, tensor: Any, reduction_type: Any, axes_lengths: Any = (), axes_dims: Any = ()) -> Any:
+        return _applied(functions, backend, recipe, tensor, reduction_type, (*axes_lengths, *axes_dims))
 
-    def in_layer(recipe: Any, tensor: Any, reduction_type: Any, axes_dims: Any) -> Any:
-        return _applied(functions, backend, recipe, tensor, reduction_type, axes_dims)
-
-    made: dict[tuple[Any, str], Any] = {(functions, "_apply_recipe"): apply}
+    made = {(functions, "_apply_recipe"): lambda backend, *given, **named: apply(*given, **named)}
     if layers is not None:
-        made[layers, "apply_for_scriptable_torch"] = in_layer
+        made[layers, "apply_for_scriptable_torch"] = apply
     known.setdefault(symbol, backend)
     with replaced(made):
         yield

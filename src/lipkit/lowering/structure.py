@@ -35,7 +35,7 @@ from lipkit.modules.views import Piece, Reshape, reshaped
 from lipkit.proof.roundoff import WIDE
 
 # Functions that take the sizes of their result.
-SHAPES = ("view", "reshape", "expand", torch.reshape, torch.broadcast_to)
+SHAPES = ("view", "reshape", "expand", "unflatten", torch.reshape, torch.broadcast_to)
 # Functions whose values jump where the input moves.
 JUMPS = {
     *("round", "floor", "ceil", "trunc", "fix", "frac", "fmod", "mod", "remainder", "floordiv", "floor_divide"),
@@ -196,6 +196,8 @@ class Interpreter:
         how = self.observed.how
         made = [n for n in node.all_input_nodes if how.get(n) in (SIZE, BATCH)]
         _, *sizes = flat((node.args, node.kwargs))  # the first is the tensor
+        if node.target == "unflatten":
+            sizes[:1] = [1] * sizes[0]  # of the dimensions in front
         there = made and made == sizes[axis : axis + 1] and sizes.count(made[0]) == 1 and node.target in SHAPES
         if made and not (there and (how[made[0]] == SIZE or all(type(n) is int and n > 0 for n in {*sizes} - {*made}))):
             raise self._refuse(

@@ -89,13 +89,14 @@ def note_dependence(node: fx.Node, found: dict[fx.Node, str]) -> None:
         found[node] = VALUES
     elif node.op == "output" or not any(hows):
         return
-    elif node.meta.get("batch"):
+    elif node.meta.get("batch") and BATCH not in hows:
         found[node] = SIZE
     elif node.meta.get("kind", node.target) in _ROWWISE and {*hows} <= allowed:
         found[node] = ROWS
     elif hows[0] in (VALUES, ROWS) and not any(hows[1:]):
         if read not in (*_STATIC, *_STATIC_METHODS):
-            found[node] = SIZE if node.target == "size" else ROWS if node.target in LIKE[:-1] else BATCH
+            whole = node.target == "size" and not node.all_input_nodes[0].meta.get("varies")  # by cut rows
+            found[node] = SIZE if whole else ROWS if node.target in LIKE[:-1] else BATCH
     else:
         made = [how for how in hows if how in (SIZE, BATCH)]
         filled = node.target in _FILLED and made == [SIZE]

@@ -57,8 +57,10 @@ def _rule(module: nn.Module, function: str) -> Callable[[Any, Any], Any]:
     guard(module)
     kind = type(module)
     for part, _ in flatten([module]) if kind is nn.Sequential else ():
-        # Traced alone, a part that holds no numbers would run in float32, whatever the format of the others.
-        if first_floating(part).dtype != first_floating(module).dtype and _rule(part, function) is LATER.get(function):
+        # Traced alone, a part that holds no numbers would run in float32, whatever the format of the others, and one
+        # of einops must keep the batch apart, which the next one may do for it.
+        odd = first_floating(part).dtype != first_floating(module).dtype or "einops." in type(part).__module__
+        if odd and _rule(part, function) is LATER.get(function):
             return LATER[function]
     if (found := _answer(kind, function)) is not None:
         return found
