@@ -9,6 +9,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from lipkit.errors import NoRuleError
 from lipkit.lowering import lipschitz
 from lipkit.modules import Arcsinh, Arctan, GroupSort, MaxMin
-from lipkit.modules.activations import slope_restricted
+from lipkit.modules.activations import ACTIVATIONS, slope_restricted
 
 
 def largest_slope(f: Callable[[mpmath.mpf], mpmath.mpf], near: float) -> mpmath.mpf:
@@ -246,3 +247,16 @@ def test_slope_restricted_means_slopes_in_zero_to_one(module: nn.Module) -> None
     secants = module(x).diff() / x.diff()
     inside = bool((secants >= -1e-7).all() & (secants <= 1 + 1e-7).all())
     assert slope_restricted(module) == inside
+
+
+def test_a_function_is_known_by_all_of_its_names() -> None:
+    # torch.f, torch.f_, tensor.f and tensor.f_ compute the same: a row that has one has all.
+    missing = set[str]()
+    for row in ACTIVATIONS.values():
+        names = {f if isinstance(f, str) else f.__name__ for f in row.functions}
+        for name in (n + end for n in {n.rstrip("_") for n in names} for end in ("", "_")):
+            made = [getattr(place, name, None) for place in (torch, F)]
+            missing |= {f"torch: {name}" for f in made if f is not None and not any(f is g for g in row.functions)}
+            if hasattr(torch.Tensor, name) and name not in row.functions:
+                missing.add(f"Tensor: {name}")
+    assert not missing

@@ -238,8 +238,8 @@ def minimise_gain(
 ) -> tuple[float, list[Tensor], int]:
     """Nearly the smallest gain the LMI can prove for W_0 .. W_L, multipliers that prove it, and the Newton steps taken.
 
-    `lipkit.bounds.lmi.proves_gain` has proved the gain. Where each weight reads the layer before only, it is never
-    above the product of the layers' norms, rounded up; else it is inf if nothing is proved.
+    `lipkit.bounds.lmi.proves_gain` has proved the gain, or, where each weight reads the layer before only, it is the
+    product of the layers' norms, rounded up, if that is smaller. It is inf if nothing is proved.
     Arguments are those of `proves_gain`; the search ends at a relative ``accuracy``.
 
     Guarantee:

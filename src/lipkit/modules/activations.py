@@ -394,12 +394,14 @@ for _row in (
     Activation(nn.ReLU, 1.0, (0.0, 0.0), {}, True, (F.relu, F.relu_, torch.relu, "relu", "relu_")),
     Activation(nn.ReLU6, 1.0, (0.0, 0.0), None, True, (F.relu6,)),
     Activation(nn.CELU, lambda m: _positive(m, "alpha", "it grows exponentially otherwise"), _celu_error,
-               {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu,)),
+               {"alpha": real}, lambda m: 0 < m.alpha < math.inf, (F.celu, torch.celu, torch.celu_)),
     Activation(nn.Tanh, 1.0, (LIBRARY + 2, 0.0), {}, True, (F.tanh, torch.tanh, torch.tanh_, "tanh", "tanh_"), 1.0),
     # |arctan x| and |arcsinh x| are at most |x|
     Activation(Arctan, 1.0, (LIBRARY + 2, 0.0), {}, True,
-               (torch.atan, torch.atan_, torch.arctan, "atan", "atan_", "arctan"), math.pi / 2),
-    Activation(Arcsinh, 1.0, (LIBRARY + 2, 0.0), {}, True, (torch.asinh, torch.arcsinh, "asinh", "arcsinh")),
+               (torch.atan, torch.atan_, torch.arctan, torch.arctan_, "atan", "atan_", "arctan", "arctan_"),
+               math.pi / 2),
+    Activation(Arcsinh, 1.0, (LIBRARY + 2, 0.0), {}, True,
+               (torch.asinh, torch.asinh_, torch.arcsinh, torch.arcsinh_, "asinh", "asinh_", "arcsinh", "arcsinh_")),
     # 1 / (1 + e^-x): the exponential's relative error counts a quarter, then two operations on at most 1
     Activation(nn.Sigmoid, 0.25, (1.0, LIBRARY + 4), {}, True,
                (F.sigmoid, torch.sigmoid, torch.sigmoid_, "sigmoid", "sigmoid_"), 1.0),
@@ -427,7 +429,7 @@ for _row in (
     Activation(nn.PReLU, lambda m: to_double(m.weight).abs().amax().clamp_min(1.0), _leaky_relu_error,
                {"num_parameters": COUNT}),
     # 1.0508 x and 1.7581 (e^x - 1), the latter perhaps as a difference
-    Activation(nn.SELU, 1.7580993409, (2 * LIBRARY + 8, 2 * LIBRARY + 8), functions=(F.selu,)),
+    Activation(nn.SELU, 1.7580993409, (2 * LIBRARY + 8, 2 * LIBRARY + 8), functions=(F.selu, torch.selu, torch.selu_)),
     # x / 2 (1 + erf or tanh): the bracket is within (library + 8) u of its value, its argument within a few u
     Activation(nn.GELU, lambda m: GELU_SLOPES.get(m.approximate, math.inf), (2 * LIBRARY + 16, 0.0),
                {"approximate": either(None, "none", "tanh")}, functions=(F.gelu,)),
