@@ -28,7 +28,7 @@ from lipkit.conv.normal_matrices import (
     plain_solve,
 )
 from lipkit.conv.spectrum import transform_matrices
-from lipkit.layers.soc import _norm
+from lipkit.layers.soc import _QuickNorm
 from lipkit.linalg import skew_polynomial
 from lipkit.linalg.cayley import _plain as plain_product
 from lipkit.linalg.cayley import _Product, factorize
@@ -162,7 +162,9 @@ def dense_pairs(n: int, batch: int) -> Iterator[Pair]:
 def norm_pairs(m: int, n: int) -> Iterator[Pair]:
     """The proved norm of SOC's skew kernels, reshaped."""
     a = leaf(m, n, size=n**-0.5)
-    yield Pair("norm by Lanczos steps (layers.soc)", f"{m} x {n}", lambda a: _norm(a, False), gram_norm, (a,))
+    yield Pair(
+        "norm by Lanczos steps (layers.soc)", f"{m} x {n}", lambda a: _QuickNorm.apply(a, False)[0], gram_norm, (a,)
+    )
 
 
 def phase_pairs(c: int, side: int, batch: int) -> Iterator[Pair]:

@@ -16,11 +16,10 @@ from lipkit.layers.export import patch_module, resampled_size, stride_modules
 from lipkit.linalg import at_least_float32
 from lipkit.linalg.exponential import SMALLEST, check_terms, gram_norm, taylor, taylor_products
 from lipkit.linalg.precision import autocast_off, flushes
-from lipkit.linalg.singular_value import singular_value
-from lipkit.linalg.transforms import transformed
+from lipkit.linalg.transforms import plain_gradients, transformed
 from lipkit.modules import FourierConv2d, Shape, export_rule, lipschitz_rule
 from lipkit.modules.fourier import TaylorConv2d
-from lipkit.proof.norms import quick_norm_estimate, quick_spectral_norm, scale_to
+from lipkit.proof.norms import quick_norm_estimate, quick_spectral_norm
 
 
 def reshaped_norm(kernel: Tensor, proved: bool = True) -> Tensor:
@@ -54,10 +53,35 @@ def _norm(matrix: Tensor, proved: bool = True) -> Tensor:
     ordinary = type(matrix) is Tensor and matrix.device.type == "cpu" and not torch.jit.is_tracing()
     if not ordinary or min(matrix.shape) < LARGE or transformed() or torch.compiler.is_compiling() or flushes():
         return gram_norm(matrix)
-    bound, u, v, ratio = (quick_spectral_norm if proved else quick_norm_estimate)(matrix)
-    if float(ratio) > 0:  # else the matrix is zero or not finite
-        bound = scale_to(bound, singular_value(matrix, u.to(matrix.dtype), v.to(matrix.dtype), bound / ratio))
-    return bound.clamp_min(SMALLEST)
+    return _QuickNorm.apply(matrix, proved)[0]
+
+
+class _QuickNorm(torch.autograd.Function):
+    """`quick_spectral_norm`, or its estimate unless ``proved``, with second derivatives of :func:`gram_norm`.
+
+    On an AMD EPYC 0.8 to 3.6 (estimates: 1.6 to 40) times as fast as `gram_norm`; SOC's training step 0.98 to 1.55.
+    """
+
+    @staticmethod
+    def forward(matrix: Tensor, proved: bool) -> tuple[Tensor, ...]:
+        bound, *rest = (quick_spectral_norm if proved else quick_norm_estimate)(matrix)
+        return bound.clamp_min(SMALLEST), *rest
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(inputs[0], *output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *unused: None) -> tuple[Tensor | None, None]:
+        matrix, bound, u, v, ratio = ctx.saved_tensors
+        if g is None:
+            return None, None
+        if torch.is_grad_enabled() or transformed(g):  # a second derivative
+            return plain_gradients(gram_norm, (matrix,), g)[0], None
+        factor = torch.where(bound > SMALLEST, g * ratio, 0.0)  # 0 where the bound is clamped
+        return torch.outer((factor * u).to(matrix.dtype), v.to(matrix.dtype)), None
 
 
 class SocConv2d(ConstrainedConv2d):
