@@ -210,6 +210,7 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "periodic": ((2, 5, 6), lambda s, x: F.pad(x, (2, -1, 3, 3), mode="circular")),
     "padded": (M, lambda s, x: F.pad(x.transpose(0, 1), (1, 0)).transpose(0, 1)),
     "windows back by their number": (I, windows_back),
+    "windows back, twice": (I, lambda s, x: windows_back(s, windows_back(s, x))),
     "larger of two": (M, lambda s, x: torch.maximum(x.mT.permute(1, 2, 0), s.a(x).permute(2, 1, 0)).permute(2, 0, 1)),
 }
 

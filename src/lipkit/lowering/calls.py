@@ -108,7 +108,7 @@ class Calls(TorchFunctionMode):
 
     def _recorder(self, name: str, kind: type = int) -> Callable[..., Any]:
         def method(number: Any, *args: Any) -> Any:
-            self.made.append((name,))
+            self._make((name,), None)  # a call without tensors: the next one keeps its number
             return getattr(kind, name)(number, *args)
 
         return method
