@@ -64,6 +64,14 @@ def windows_back(s: Net, x: Tensor) -> Tensor:
     return windows.view(n, h // 2, w // 2, 2, 2, -1).transpose(2, 3).reshape(n, h, w, -1)
 
 
+def sizes_behind(s: Net, x: Tensor) -> Tensor:
+    n = x.flatten(0, 1).shape[0] // 5
+    moved = x.transpose(0, 1).relu()
+    length, b, width = moved.shape
+    last = moved.transpose(0, 1)
+    return last.reshape(n, length * width) + last.reshape(b, length * width)
+
+
 def heads_in_the_batch(s: Net, x: Tensor) -> Tensor:
     """As nn.MultiheadAttention computes: tokens first, heads merged with the batch."""
     x = x.transpose(0, 1)
@@ -211,6 +219,7 @@ RIGHT: dict[str, tuple[tuple[int, ...], Forward]] = {
     "padded": (M, lambda s, x: F.pad(x.transpose(0, 1), (1, 0)).transpose(0, 1)),
     "windows back by their number": (I, windows_back),
     "windows back, twice": (I, lambda s, x: windows_back(s, windows_back(s, x))),
+    "sizes behind a quotient": (G, sizes_behind),
     "larger of two": (M, lambda s, x: torch.maximum(x.mT.permute(1, 2, 0), s.a(x).permute(2, 1, 0)).permute(2, 0, 1)),
 }
 
