@@ -50,8 +50,8 @@ _STATIC_METHODS = ("dim", "is_floating_point", "is_complex", "get_device")
 # depends on the batch size in another way.
 VALUES, SIZE, ROWS, BATCH = "values", "size", "rows", "batch"
 # Functions that make a given number of equal rows, functions and modules that keep rows equal (also beside constants),
-# and those of these that take sizes. A convolution, for instance, may run along the batch. Along the
-# batch softmax and normalize depend on its size, which two runs show.
+# and those of these that take sizes. A convolution, for instance, may run along the batch. Along it a softmax depends
+# on its size, which two runs show; for cuts and norms `lipkit.lowering.observe` looks at many rows.
 _FILLED = (torch.zeros, torch.ones, torch.full, "new_zeros", "new_ones", "new_full", "expand", "repeat", torch.tile,
            "tile", torch.broadcast_to, "broadcast_to", torch.repeat_interleave, "repeat_interleave")  # fmt: skip
 _SIZED = ("view", "reshape", torch.reshape)
